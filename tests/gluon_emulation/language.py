@@ -236,6 +236,8 @@ def inline_asm_elementwise(
         barrier_sync(int(args[0]), int(args[1]) // 32)
     elif asm.startswith("bar.arrive $1, $2;"):
         barrier_arrive(int(args[0]), int(args[1]) // 32)
+    elif asm.startswith("red.relaxed.gpu.global.add.v4.f32"):
+        return add_in_fours(*args)
     elif asm.startswith("cp.async.bulk.wait_group 0;"):
         task = machine().current_task()
         machine().wait(lambda: all(store.written for store in task.stores), "its results to arrive")
@@ -264,6 +266,17 @@ def with_adjacent(asm: str, t: Value, pointers: Pointer) -> Value:
         raise EmulationError("the address of two elements is not aligned")
     values = load(pointers).tensor
     return Value(torch.where(values != 0, t.tensor, -torch.inf) if "selp" in asm else t.tensor + values.float())
+
+
+def add_in_fours(pointers: Pointer, x: Value) -> Value:
+    """Add to adjacent elements by fours."""
+    machine().pause()
+    offsets = torch.as_tensor(pointers.offset)
+    first = offsets[..., ::4, None]
+    if (first % 4 != 0).any() or not torch.equal(offsets, (first + torch.arange(4)).flatten(-2)):
+        raise EmulationError("four elements are not adjacent or not aligned")
+    store(pointers, load(pointers).tensor + x.tensor)
+    return x
 
 
 def barrier_arrive(number: int, num_warps: int) -> int:

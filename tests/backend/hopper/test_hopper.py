@@ -41,6 +41,7 @@ CHOSEN = (
     (BIAS_TILES, 32, SHORT), ("packed 64", 64, SHORT),
 )  # fmt: skip
 BACKWARD = (("causal", 64, SHORT), ("causal", 80, SHORT), ("packed 96", 96, SHORT), ("packed 128", 128, SHORT))
+LATE_DQ = (("full", 96, 8192), ("causal", 80, 2048), ("causal", 96, 2048))
 SPLIT_BACKWARD = (("causal", (192, 128), SHORT), ("causal", 160, SHORT), ("packed 256", 256, SHORT))
 BACKWARD_SPILL, FORWARD_SPILL = 150, 4  # most bytes of a thread
 MORE_FORWARD_SPILL = {("packed everything 64", 64, SHORT): 8, ("causal", 96, LONG): 16, ("causal", 160, SHORT): 16}
@@ -308,6 +309,7 @@ def test_splits_fill_the_device() -> None:
     assert [chosen(*long, (32, 8), 128)[1], chosen(*long, (8, 1), 128)[1], chosen(*long, (28, 4), 128)[1]] == [2, 8, 7]
     assert chosen(*long, (32, 8), 128, window=(4095, 0))[1] == 4
     assert chosen(*long, (32, 32), 128)[1] == chosen(*long, (32, 8), 128, deterministic=True)[1] == 1
+    assert chosen(2**17, 2**17, False, (32, 8), 128)[1] == 1  # splits save 1% by count, and lose the L2 cache
 
 
 def test_heads_at_once_are_at_most_those_of_the_call() -> None:
@@ -391,6 +393,21 @@ def test_backward_compiles_for_hopper(family: tuple) -> None:
         late, early = (part.count("MUFU.EX2") for part in (order[: waits[0]], order[waits[4] :]))
         assert late + early == order.count("MUFU.EX2") > 0
         assert early == (late if config.early_half_exps else 0)
+
+
+@pytest.mark.sass
+@pytest.mark.parametrize("family", LATE_DQ)
+def test_late_dq_compiles_for_hopper(family: tuple) -> None:
+    """dq is added by fours, each aligned to 16 bytes: a thread's registers have an order of their own."""
+    launch, kernel = launch_of(family, "backward"), compiled(family, "backward")
+    assert launch.arguments["CONFIG"].late_dq
+    assert kernel.shared <= SHARED_MEMORY
+    assert kernel.spilled <= BACKWARD_SPILL
+    assert not kernel.serialized
+    assert not kernel.unset
+    offsets = re.findall(r"REDG\.E\.ADD\.F32x4\S* desc\[\w+\]\[R\d+\.64(?:\+0x(\w+))?\]", kernel.sass)
+    assert len(offsets) > 0
+    assert all(int(offset or "0", 16) % 16 == 0 for offset in offsets)
 
 
 @pytest.mark.sass

@@ -1,5 +1,6 @@
 """The Hopper kernels' logic without a GPU: `gluon_emulation` runs them and detects mistakes."""
 
+import importlib
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -171,6 +172,24 @@ def test_split_heads(name: str, head_splits: int, row_splits: int) -> None:
     chosen = {"head_splits": mock.Mock(return_value=head_splits), "row_splits": mock.Mock(return_value=row_splits)}
     with mock.patch.multiple(splits, **chosen):
         assert wrong(case, seed=0) == []
+
+
+@pytest.mark.parametrize(("name", "row_splits"), [
+    ("full 128", 1), ("full 128", 3), ("causal 80", 1), ("grouped heads 96", 1), ("causal 96", 2),
+])  # fmt: skip
+def test_late_dq(name: str, row_splits: int) -> None:
+    """A kernel otherwise chosen for long calls only, also with more rows than keys."""
+    package = emulated_kernels().__package__
+    case = case_of(name, hash_of(name), "cpu", (193, 255, 384))
+    fused = importlib.import_module(f"{package}.kernels.backward.fused")
+    with (
+        mock.patch(f"{package}.fused_backward.LATE_DQ_LENGTH", 193),
+        mock.patch.object(tables, "NEWEST_LATE_DQ", (9, 9)),
+        mock.patch.object(splits, "row_splits", return_value=row_splits),
+        mock.patch.object(fused, "add_dq", side_effect=fused.add_dq) as add_dq,
+    ):
+        assert wrong(case, seed=0) == []
+    assert add_dq.call_count > 0
 
 
 @pytest.mark.parametrize(("row_chunks", "row_splits"), [(2, 1), (7, 1), (2, 2)])

@@ -4,13 +4,14 @@ A barrier that is never signaled hangs: a test that takes too long ends the proc
 """
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 from hopper_variants import LONGER, VARIANTS, case_of, with_tiles
 
 import flashtile
-from flashtile.backend.hopper import support, tables
+from flashtile.backend.hopper import fused_backward, support, tables
 from flashtile.backend.hopper.tile_config import ForwardConfig
 from flashtile.dispatch import fast_path
 from flashtile.testing.oracle import solve
@@ -41,6 +42,17 @@ def test_three_warpgroups(name: str) -> None:
 @pytest.mark.parametrize("name", ["full 64", "packed 64", "full 128", "causal 128"])
 def test_tiles_of_short_calls(name: str) -> None:
     check_with_tiles(name, tables.SHORT_3WG)
+
+
+@pytest.mark.parametrize("name", ["full 128", "causal 80", "causal 96", "grouped heads 96"])
+def test_late_dq(name: str) -> None:
+    """A kernel otherwise chosen for long calls only."""
+    fast_path.forget()
+    try:
+        with mock.patch.object(fused_backward, "LATE_DQ_LENGTH", 129):
+            check_random_problems(name)
+    finally:
+        fast_path.forget()
 
 
 def check_with_tiles(name: str, tiles: dict[tuple[int, int], ForwardConfig]) -> None:

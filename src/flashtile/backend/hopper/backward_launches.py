@@ -106,8 +106,8 @@ class BackwardLaunches:
             "batch": self.batch,
         }
 
-    def preprocess(self, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
-        """Launch the kernel for the row statistics, which also resets all semaphores."""
+    def preprocess(self, out: Tensor, lse: Tensor, dlse: Tensor | None, dq_accum: Tensor | None = None) -> None:
+        """Launch the kernel for the row statistics, which also resets all semaphores and `dq_accum`."""
         scalars = {
             **self.row_kernel_scalars(),
             **strides("out", out, ALIGN),
@@ -124,7 +124,7 @@ class BackwardLaunches:
         pointers = {
             "out": out, "dout": self.dout, "lse": lse, "dlse": dlse,
             "cu_seqlens_q": self.cu_seqlens_q, "dq_semaphore": None, "tile_count_semaphore_dq": None,
-            **{name: x for name, x in self.workspace.items() if name != "dq_accum"},
+            **self.workspace, "dq_accum": dq_accum,
         }  # fmt: skip
         self.recorder.launch(PREPROCESS, pointers, self.blocks.heads * self.blocks.m_blocks, scalars)
 

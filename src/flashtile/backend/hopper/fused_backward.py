@@ -1,5 +1,6 @@
 """Launches of the fused backward pass: one kernel that accumulates dq in memory, and the conversion of dq."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from .tile_config import ALIGN, COMBINE_ROWS, DQ_COLUMNS, MMA_M, NUM_WARPGROUPS,
 BACKWARD = Kernel(f"{__package__}.kernels.backward.fused", "backward_kernel")
 ADD_SPLITS = Kernel(f"{__package__}.kernels.add_splits", "add_splits_kernel")
 POSTPROCESS = Kernel(f"{__package__}.kernels.postprocess", "postprocess_kernel")
+LATE_DQ_LENGTH = 1536  # rows and keys from which adding dq late was measured to be faster (docs/journal)
 
 
 class FusedBackward(BackwardLaunches):
@@ -48,18 +50,26 @@ class FusedBackward(BackwardLaunches):
             return False
         return self.steps_of_blocks() == [self.blocks.m_blocks]
 
+    @property
+    def late_dq(self) -> bool:
+        """Whether warpgroups add dq to zeros, one step late: not in short calls, which setting the zeros costs too
+        much, nor where the last block of keys has none for the second warpgroup.
+        """
+        alone = 0 < self.seqlen_k % self.config.block_n <= MMA_M
+        return self.config.late_dq and min(self.seqlen_q, self.seqlen_k) >= LATE_DQ_LENGTH and not alone
+
     def more_workspace(self) -> dict[str, Layout]:
         if self.stores_dq:
             return {}
         heads, width = self.config.dq_parts * self.blocks.heads, self.config.head_dim.width
-        return {
-            "dq_semaphore": ((heads * self.blocks.m_blocks, NUM_WARPGROUPS), torch.int32),
-            "dq_accum": ((heads * self.padded_rows, width), torch.float32),
-        }
+        dq_accum: dict[str, Layout] = {"dq_accum": ((heads * self.padded_rows, width), torch.float32)}
+        if self.late_dq:
+            return dq_accum
+        return {"dq_semaphore": ((heads * self.blocks.m_blocks, NUM_WARPGROUPS), torch.int32)} | dq_accum
 
     def run(self, out: Tensor, lse: Tensor, dlse: Tensor | None, needs: Needs) -> Results:
         """Launch all kernels; returns dq, dk and dv."""
-        self.preprocess(out, lse, dlse)
+        self.preprocess(out, lse, dlse, self.workspace["dq_accum"] if self.late_dq else None)
         if needs.alibi_slopes:
             shape = slope_parts_shape(self.config.splits * self.blocks.heads, self.blocks.n_blocks)
             self.slope_parts = self.recorder.op(partial(new_zeros, shape), self.q)
@@ -88,7 +98,7 @@ class FusedBackward(BackwardLaunches):
             "head_splits": self.config.head_splits if splits else None,
             "row_splits": self.config.row_splits if splits and not self.config.adds_dkdv else None,
             "dq_parts": self.config.dq_parts if self.config.dq_parts > 1 and not self.stores_dq else None,
-            "CONFIG": config.compiled,
+            "CONFIG": replace(config.compiled, late_dq=self.late_dq),
         }
         for chunk_lo, chunk_hi in self.chunks() if chunks else [(None, None)]:
             chunk = {"chunk_lo": chunk_lo, "chunk_hi": chunk_hi}
@@ -100,13 +110,16 @@ class FusedBackward(BackwardLaunches):
         return dq, dk, dv
 
     def dq_pointers(self, dq: Tensor) -> Pointers:
-        """dq itself, if the kernel stores it; else its accumulators."""
+        """dq itself, if the kernel stores it; else its accumulators, with semaphores unless sums begin with zeros."""
+        absent: Pointers = dict.fromkeys(("dq_desc", "dq_accum_desc", "dq_accum", "dq_semaphore"))
         box = MMA_M, self.config.dq_box
         if self.stores_dq:
-            dq_desc = Described(dq, self.make_descriptor, box)
-            return {"dq_desc": dq_desc, "dq_accum_desc": None, "dq_semaphore": None}
-        dq_accum_desc = Described(self.workspace["dq_accum"], dq_accum_descriptor, box)
-        return {"dq_desc": None, "dq_accum_desc": dq_accum_desc, "dq_semaphore": self.workspace["dq_semaphore"]}
+            return absent | {"dq_desc": Described(dq, self.make_descriptor, box)}
+        dq_accum = self.workspace["dq_accum"]
+        if self.late_dq:
+            return absent | {"dq_accum": dq_accum}
+        dq_accum_desc = Described(dq_accum, dq_accum_descriptor, box)
+        return absent | {"dq_accum_desc": dq_accum_desc, "dq_semaphore": self.workspace["dq_semaphore"]}
 
     def gradients_of_terms(self, needs: Needs) -> dict[str, Tensor]:
         """The requested gradient of ALiBi slopes."""
@@ -163,7 +176,7 @@ class FusedBackward(BackwardLaunches):
         }
         pointers = {
             "dq_accum": self.workspace["dq_accum"],
-            "dq_semaphore": self.workspace["dq_semaphore"],
+            "dq_semaphore": None if self.late_dq else self.workspace["dq_semaphore"],
             "dq": dq,
             "cu_seqlens_q": self.cu_seqlens_q,
         }

@@ -13,6 +13,7 @@ MAX_SPLITS = 32
 TILE_BLOCKS = 2.0  # time of a tile's prologue and epilogue, in blocks of keys
 COMBINE_BLOCKS = 4.0  # time of the launch that merges the splits
 COMBINE_BYTES = 2**22  # of partial results that are merged in the time of a block of keys
+ROW_SPLIT_GAIN = 1.05  # for which programs read other rows at the same time, which the L2 cache may not hold
 MAX_DQ_PARTS = 16
 MAX_CHUNK_ROWS = 2**16  # of a launch, in which programs stay close enough to each other to share the L2 cache
 UNEVEN = 0.9  # time of the longest tile of keys, in units of all tiles spread over all cores, from which it is split
@@ -37,8 +38,8 @@ def num_splits(problem: Problem, device: Device, config: ForwardConfig) -> int:
     return fastest(tiles, blocks, bytes_per_split, device.cores)
 
 
-def fastest(tiles: int, blocks: int, bytes_per_split: int, cores: int) -> int:
-    """The number of splits with the least time.
+def fastest(tiles: int, blocks: int, bytes_per_split: int, cores: int, slack: float = 1.0) -> int:
+    """The fewest splits that take at most `slack` times the least time.
 
     That is whole waves of `tiles` with `blocks` steps each, and the sum of the splits' results.
     """
@@ -48,7 +49,9 @@ def fastest(tiles: int, blocks: int, bytes_per_split: int, cores: int) -> int:
         merging = COMBINE_BLOCKS + splits * bytes_per_split / COMBINE_BYTES if splits > 1 else 0
         return cdiv(tiles * splits, cores) * tile + merging
 
-    return min(range(1, max(1, min(MAX_SPLITS, blocks)) + 1), key=time)
+    choices = range(1, max(1, min(MAX_SPLITS, blocks)) + 1)
+    limit = slack * min(map(time, choices))
+    return next(splits for splits in choices if time(splits) <= limit)
 
 
 def dq_parts(problem: Problem, device: Device, config: FusedBackwardConfig) -> int:
@@ -91,7 +94,7 @@ def row_splits(problem: Problem, device: Device, config: FusedBackwardConfig) ->
     blocks = m_blocks * (problem.num_heads_q // problem.num_heads_kv)
     keys = problem.seqlen_k * problem.num_heads_kv * problem.batch
     bytes_per_split = keys * (problem.head_dim + problem.head_dim_v) * 8
-    return fastest(tiles, blocks, bytes_per_split, device.cores)
+    return fastest(tiles, blocks, bytes_per_split, device.cores, ROW_SPLIT_GAIN)
 
 
 def uneven(problem: Problem, device: Device, config: FusedBackwardConfig, head_splits: int, limit: float) -> bool:

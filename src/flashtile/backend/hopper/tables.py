@@ -6,8 +6,10 @@ from dataclasses import replace
 from math import gcd
 from typing import NamedTuple
 
+from ...call.call import NO_FEATURES
 from ...call.device import Device
 from ...call.problem import Problem
+from ...call.window import UNLIMITED, Window
 from ...expression import Formula
 from ...expression.scaling import is_head_factor
 from ..gpu.archive import compiler_version
@@ -27,8 +29,11 @@ from .widths import ONE_BOX, WIDTHS, widths
 MIN_KEYS_3WG = 1024  # keys per row from which three warpgroups are faster with masks, and in packed calls
 KEYS_1WG = 2048  # keys per row from which programs of one warpgroup, which read keys most often, are slower if packed
 NEWEST_3WG = (3, 7)  # version of Triton; with later ones, three warpgroups are 4 to 7% slower at head dimension 96
-IN_ORDER_MIN_KEYS = 8192  # rows and keys from which accumulating dq in order is faster than in any order
-IN_ORDER_MIN_ROWS_64 = 2**15  # the same up to head dimension 64: of fewer rows, several heads share the L2 cache
+NEWEST_LATE_DQ = (3, 6)  # version of Triton; with 3.9, adding dq late spills 192 bytes at head dimension 128, not 72
+IN_ORDER_MIN_KEYS = 8192  # from which accumulating dq in order is faster than in any order
+# Rows, the same. Plans know powers of two: 8192 stands for 4608 as well, which an order makes slower.
+IN_ORDER_MIN_ROWS = 2**14
+IN_ORDER_MIN_ROWS_64 = 2**15  # up to head dimension 64, where of fewer rows several heads share the L2 cache
 
 # Boxes of 64 columns are loaded faster than narrower ones, which leave room for more stages.
 D32, D64, D80, D96 = HeadDim((32,), 32), HeadDim((64,), 64), HeadDim((64, 16), 64), HeadDim((64, 32), 64)
@@ -136,7 +141,7 @@ def tile_config(problem: Problem, device: Device) -> TileConfig:
     else:
         three = 3 in warpgroups and width in THREE_WARPGROUPS and keys_per_row(problem) >= min_keys_3wg(problem)
         forward = (THREE_WARPGROUPS if three else TWO_WARPGROUPS)[width]
-    return TileConfig(with_pages(forward, problem), backward_config(problem, width))
+    return TileConfig(with_pages(forward, problem), backward_config(problem, device, width))
 
 
 def forward_config(width: tuple[int, int], num_warpgroups: int) -> ForwardConfig:
@@ -187,7 +192,9 @@ def min_keys_3wg(problem: Problem) -> int:
     return 2 * MIN_KEYS_3WG if masked else MIN_KEYS_3WG
 
 
-def backward_config(problem: Problem, width: tuple[int, int]) -> FusedBackwardConfig | SplitBackwardConfig:
+def backward_config(
+    problem: Problem, device: Device, width: tuple[int, int]
+) -> FusedBackwardConfig | SplitBackwardConfig:
     """Configuration of the backward pass of kernels of this width."""
     if width in SPLIT_BACKWARD:
         return SPLIT_BACKWARD[width]
@@ -195,11 +202,24 @@ def backward_config(problem: Problem, width: tuple[int, int]) -> FusedBackwardCo
     limited = not problem.window.unlimited
     # A mask function shows each block of keys other rows, as a diagonal does.
     # Without a diagonal, an order keeps programs in step: they read the same rows from the L2 cache.
-    min_rows = IN_ORDER_MIN_ROWS_64 if width in ONE_BOX else IN_ORDER_MIN_KEYS
+    min_rows = IN_ORDER_MIN_ROWS_64 if width in ONE_BOX else IN_ORDER_MIN_ROWS
     long = problem.seqlen_q >= min_rows and problem.seqlen_k >= IN_ORDER_MIN_KEYS
     in_order = problem.deterministic or (long and not limited and problem.mask_mod is None)
     lpt = limited and (not in_order or config.block_m < config.block_n)
-    return replace(config, lpt=lpt, in_order=in_order)
+    late_dq = not in_order and may_add_late(problem, device, width)
+    return replace(config, lpt=lpt, in_order=in_order, late_dq=late_dq)
+
+
+def may_add_late(problem: Problem, device: Device, width: tuple[int, int]) -> bool:
+    """Whether warpgroups may add dq themselves, one step late, if the call is long: in plain calls at widths whose
+    products leave registers, at 128 few and without a diagonal only.
+    """
+    plain = problem.features == NO_FEATURES and not (problem.softcap or problem.dropout or problem.score_mod)
+    if width == (128, 128):
+        fits = problem.window.unlimited and (compiler_version(device.arch) or NEWEST_LATE_DQ) <= NEWEST_LATE_DQ
+    else:
+        fits = width not in ONE_BOX and problem.window in (UNLIMITED, Window(right=0))
+    return problem.layout == "dense" and plain and not is_masked(problem) and fits
 
 
 def max_blocks(tokens: int, block: int, batch: int) -> int:

@@ -194,6 +194,7 @@ class FusedBackwardConfig(Constexpr):
     consumer_registers: int
     producer_registers: int
     early_half_exps: bool  # compute half of a block's exponentials one product earlier
+    late_dq: bool = False  # compute dq one step later, and add it in any order (`kernels.backward.late_dq`)
     lpt: bool = False  # longest processing time first (`kernels.backward.tile_scheduler`)
     in_order: bool = False  # accumulate dq in a fixed order (`kernels.backward.dq_writer`)
     dq_parts: int = 1  # accumulators of dq that blocks of keys share; `postprocess` adds them

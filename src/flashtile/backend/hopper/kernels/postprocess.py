@@ -36,9 +36,13 @@ def postprocess_kernel(
 @triton.jit
 def accumulated(dq_accum, dq_semaphore, block, offset, WIDTH: tl.constexpr):
     """One accumulator of a block of rows, at `offset [M, D]`."""
-    writers = tl.load(dq_semaphore + block * NUM_WARPGROUPS)
-    written = tl.where(offset >= 0, writers, 0) > 0  # the scalar as a mask of this shape
-    return tl.load(dq_accum + block * (offset.shape[0] * WIDTH) + offset, mask=written, other=0.0)
+    dq_i = dq_accum + block * (offset.shape[0] * WIDTH) + offset
+    if dq_semaphore is None:  # the sums began with zeros
+        return tl.load(dq_i)
+    else:
+        writers = tl.load(dq_semaphore + block * NUM_WARPGROUPS)
+        written = tl.where(offset >= 0, writers, 0) > 0  # the scalar as a mask of this shape
+        return tl.load(dq_i, mask=written, other=0.0)
 
 
 @triton.jit

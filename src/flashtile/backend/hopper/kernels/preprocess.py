@@ -8,18 +8,19 @@ from .shared.padded_rows import block_rows, feature_mask, stride64
 from .shared.softmax import INFINITY, LOG2E
 
 NUM_WARPGROUPS = tl.constexpr(tile_config.NUM_WARPGROUPS)  # of a block of rows, each with a dq semaphore
+COLUMNS = tl.constexpr(16)  # of the sums of dq that one store clears
 
 
 @triton_kernel
 def preprocess_kernel(
-    out, dout, lse, dlse, neg_lse_log2, neg_delta, dq_semaphore, tile_count_semaphore,
+    out, dout, lse, dlse, neg_lse_log2, neg_delta, dq_accum, dq_semaphore, tile_count_semaphore,
     tile_count_semaphore_dq, cu_seqlens_q,
     stride_out_b, stride_out_h, stride_out_m, stride_dout_b, stride_dout_h, stride_dout_m,
     stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h, stride_dlse_m,
     num_tiles, num_heads, seqlen_q, batch, columns, dq_parts,
     HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """`neg_lse_log2 = -lse * log2(e)` and `neg_delta = dlse - sum(dout * out)`; resets the semaphores.
+    """`neg_lse_log2 = -lse * log2(e)` and `neg_delta = dlse - sum(dout * out)`; resets the semaphores and dq's sums.
 
     Padding and rows without visible keys get -inf, which makes their probabilities 0, and a delta of 0.
     """
@@ -48,6 +49,12 @@ def preprocess_kernel(
         tl.store(tile_count_semaphore, 0)
         if tile_count_semaphore_dq is not None:
             tl.store(tile_count_semaphore_dq, 0)
+    if dq_accum is not None:
+        WIDTH: tl.constexpr = HEAD_DIM.width
+        first = dq_accum + tl.program_id(0).to(tl.int64) * (BLOCK_M * WIDTH)
+        for column in tl.static_range(0, WIDTH, COLUMNS):
+            zeros = tl.zeros([BLOCK_M * COLUMNS], tl.float32)
+            tl.store(first + column * BLOCK_M + tl.arange(0, BLOCK_M * COLUMNS), zeros)
     if dq_semaphore is not None:
         for part in range(dq_parts):
             semaphore = dq_semaphore + (part * tl.num_programs(0) + tl.program_id(0)) * NUM_WARPGROUPS

@@ -34,14 +34,20 @@ DS_BARRIER = LAST_BARRIER  # both warpgroups have stored their ds
 @gluon.jit
 def start_dq(ds, k, stage, warpgroup: gl.constexpr, CONFIG: gl.constexpr):
     """Issue the warpgroup's share of `ds @ k [BLOCK_M, D]` once both warpgroups have stored their ds."""
+    barrier_sync(DS_BARRIER, CONSUMER_THREADS)
+    fence_async_shared()  # for both warpgroups' stores, complete since the barrier
+    return issue_dq(ds, k, stage, warpgroup, CONFIG)
+
+
+@gluon.jit
+def issue_dq(ds, k, stage, warpgroup: gl.constexpr, CONFIG: gl.constexpr):
+    """Issue the warpgroup's share of `ds @ k [BLOCK_M, D]`, one product for the keys of each warpgroup."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     SHARE: gl.constexpr = CONFIG.dq_shares[warpgroup]
     WIDTH: gl.constexpr = SHARE.width
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     dq = gl.zeros([MMA_M, WIDTH], gl.float32, layout)
     zero = opaque(0)
-    barrier_sync(DS_BARRIER, CONSUMER_THREADS)
-    fence_async_shared()  # for both warpgroups' stores, complete since the barrier
     for h in gl.static_range(NUM_WARPGROUPS):
         ds_j = slice_columns(ds.index(stage + h), SHARE.row, MMA_M)
         k_j = stage_chunks(k, zero + h, NUM_WARPGROUPS, HEAD_DIM)[SHARE.chunk]

@@ -3,8 +3,8 @@
 A persistent program takes a block of 128 keys of a head and iterates over the rows that see it, with a scheduler warp,
 a producer warp and two consumer warpgroups of 64 keys each. Blocks are transposed, `[N, M]`, so that p and ds are left
 operands of dv and dk in the registers that hold them. ds also passes through shared memory: each warpgroup computes its
-share of the block's dq from all 128 keys. Two more warps accumulate the shares in fp32 (`dq_writer`), which
-`postprocess` converts.
+share of the block's dq from all 128 keys. Two more warps accumulate the shares in fp32 (`dq_writer`), or the warpgroups
+do (`late_dq`); `postprocess` converts them.
 
 The products are ordered so that each overlaps other work: the exponentials overlap dout's product with v, the exchange
 of ds overlaps dv, and the hand-over of dq overlaps the next scores and dk.
@@ -12,6 +12,7 @@ of ds overlaps dv, and the hand-over of dq overlaps the next scores and dk.
 
 from typing import NamedTuple
 
+from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -49,6 +50,7 @@ from ..shared.scores import ScoreParams
 from ..shared.tile_scheduler import SeqlenInfo, TileQueue, make_tile_queue
 from .dq_share import DS_BARRIER, DS_STAGES, compute_dq_alone, start_dq, store_dq
 from .dq_writer import DQ_COLUMNS, NUM_WARPGROUPS, DqPipeline, DqWriter, dq_writer_warp
+from .late_dq import LATE_DS_STAGES, add_dq, announce_ds, start_late_dq
 from .producer import BackwardDescriptors, BackwardPipelines, backward_producer_warp, make_row_pipeline
 from .scores import begin_probabilities, block_coord, finish_probabilities, load_block, with_bias
 from .slopes import SlopeGradient, add_slope_gradient
@@ -72,7 +74,8 @@ class BackwardOutputs(NamedTuple):
     dk: gl.tensor  # descriptor
     dv: gl.tensor  # descriptor
     scale: gl.tensor  # of dk
-    ds: gl.shared_memory_descriptor  # [DS_STAGES * NUM_WARPGROUPS, MMA_M, BLOCK_M]
+    dq_accum: gl.tensor | None  # pointer, if the warpgroups add dq
+    ds: gl.shared_memory_descriptor  # [stages * NUM_WARPGROUPS, MMA_M, BLOCK_M]
     dq_pipeline: DqPipeline
 
 
@@ -83,6 +86,7 @@ class BackwardContext(NamedTuple):
     outputs: BackwardOutputs
     queue: TileQueue
     group: gl.tensor
+    padded_rows: gl.tensor
     splits: TileSplits
     chunk: RowChunk
     bounds: MaskBounds
@@ -94,7 +98,7 @@ class BackwardContext(NamedTuple):
 
 @kernel
 def backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, neg_lse_log2_desc, neg_delta_desc, dq_desc, dq_accum_desc,
+    q_desc, k_desc, v_desc, dout_desc, neg_lse_log2_desc, neg_delta_desc, dq_desc, dq_accum_desc, dq_accum,
     dk_desc, dv_desc,
     tile_count_semaphore, dq_semaphore, slopes, dslopes,
     cu_seqlens_q, cu_seqlens_k, seqused_k, stride_slopes_b, batch,
@@ -124,14 +128,18 @@ def backward_kernel(
         make_pipeline(v_desc, NUM_WARPGROUPS, NamedBarriers(V_BARRIER, PIPELINE_THREADS), HEAD_DIM),
         make_bias_tiles(bias_desc, NUM_WARPGROUPS, CONFIG),
     )
-    if dq_accum_desc is None:  # 16-bit numbers, with as much room for dk and dv
+    if CONFIG.late_dq:  # dk and dv alone
+        COLUMNS: gl.constexpr = DQ_COLUMNS if dk_desc.dtype == gl.float32 else 2 * DQ_COLUMNS
+        dq_smem = allocate_boxes(dk_desc, NUM_WARPGROUPS, COLUMNS)
+    elif dq_accum_desc is None:  # 16-bit numbers, with as much room for dk and dv
         dq_smem = allocate_boxes(dq_desc, NUM_WARPGROUPS, 2 * DQ_COLUMNS)
     else:
         dq_smem = allocate_boxes(dq_accum_desc, NUM_WARPGROUPS, DQ_COLUMNS)
     dq_pipeline = DqPipeline(dq_smem, NamedBarriers(DQ_BARRIER, 128 + 32), make_mbarriers(NUM_WARPGROUPS, 1))
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([MMA_M, CONFIG.block_m], q_desc.dtype)
-    ds = gl.allocate_shared_memory(q_desc.dtype, [DS_STAGES * NUM_WARPGROUPS, MMA_M, CONFIG.block_m], ds_layout)
-    queue = make_tile_queue(2 * NUM_WARPGROUPS + 1)
+    DS_ROWS: gl.constexpr = stages_of_ds(CONFIG) * NUM_WARPGROUPS
+    ds = gl.allocate_shared_memory(q_desc.dtype, [DS_ROWS, MMA_M, CONFIG.block_m], ds_layout)
+    queue = make_tile_queue((1 if CONFIG.late_dq else 2) * NUM_WARPGROUPS + 1)
     fence_async_shared()
 
     block_lists = BlockLists(lists, stride_lists_b, stride_lists_h, stride_lists, ranks, mask_bits)
@@ -150,14 +158,25 @@ def backward_kernel(
         pair_rows,
     )
     params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch, inputs, pairs)
-    outputs = BackwardOutputs(dk_desc, dv_desc, scale, ds, dq_pipeline)
+    outputs = BackwardOutputs(dk_desc, dv_desc, scale, dq_accum, ds, dq_pipeline)
     dropout = Dropout(seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale)
     num_heads = num_heads_k * group
     if head_splits is not None:
         num_heads *= head_splits
     slope_gradient = SlopeGradient(dslopes, num_heads, num_blocks)
     context = BackwardContext(
-        pipelines, outputs, queue, group, splits, chunk, bounds, params, dropout, block_lists, slope_gradient
+        pipelines,
+        outputs,
+        queue,
+        group,
+        padded_rows,
+        splits,
+        chunk,
+        bounds,
+        params,
+        dropout,
+        block_lists,
+        slope_gradient,
     )
     # Dense calls alone have several parts or splits.
     part_rows = None if dq_parts is None else batch * num_heads * padded_rows
@@ -165,21 +184,36 @@ def backward_kernel(
         dq_desc, dq_accum_desc, dq_pipeline, queue, dq_semaphore, bounds, group, padded_rows, dq_parts, part_rows,
         block_lists,
     )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (consumer_warpgroup, (0, context, CONFIG, PACKED)),
-            (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
-            (
-                backward_producer_warp,
-                (descs, pipelines, queue, group, padded_rows, splits, params, block_lists, CONFIG, PACKED),
-            ),
-            (dq_writer_warp, (0, dq_writer, CONFIG)),
-            (dq_writer_warp, (gl.constexpr(1), dq_writer, CONFIG)),
-            (key_scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
-        ],
-        [4, 1, 1, 1, 1],
-        [CONFIG.consumer_registers] + [CONFIG.producer_registers] * 4,
-    )
+    if CONFIG.late_dq:
+        gl.warp_specialize(
+            [
+                (consumer_warpgroup, (0, context, CONFIG, PACKED)),
+                (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
+                (
+                    backward_producer_warp,
+                    (descs, pipelines, queue, group, padded_rows, splits, params, block_lists, CONFIG, PACKED),
+                ),
+                (key_scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
+            ],
+            [4, 1, 1],
+            [CONFIG.consumer_registers] + [CONFIG.producer_registers] * 2,
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer_warpgroup, (0, context, CONFIG, PACKED)),
+                (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
+                (
+                    backward_producer_warp,
+                    (descs, pipelines, queue, group, padded_rows, splits, params, block_lists, CONFIG, PACKED),
+                ),
+                (dq_writer_warp, (0, dq_writer, CONFIG)),
+                (dq_writer_warp, (gl.constexpr(1), dq_writer, CONFIG)),
+                (key_scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
+            ],
+            [4, 1, 1, 1, 1],
+            [CONFIG.consumer_registers] + [CONFIG.producer_registers] * 4,
+        )
 
 
 @gluon.jit
@@ -190,7 +224,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
     tile_count = 0
     tile = pop_key_tile(queue, 0)
     while tile.b >= 0:
-        if warpgroup == 0 or len(context.pipelines.bias) > 0:
+        if warpgroup == 0 or len(context.pipelines.bias) > 0 or CONFIG.late_dq:
             count = compute_tile(warpgroup, context, tile, tile_count, count, CONFIG, PACKED)
         else:
             count = compute_tile_or_dq(warpgroup, context, tile, tile_count, count, CONFIG, PACKED)
@@ -209,6 +243,9 @@ def compute_tile(
     BLOCK_M: gl.constexpr = CONFIG.block_m
     STAGES: gl.constexpr = CONFIG.stages
     SCORE_MOD: gl.constexpr = CONFIG.score_mod
+    LATE_DQ: gl.constexpr = CONFIG.late_dq
+    ADD_FIRST: gl.constexpr = HEAD_DIM.width > DQ_COLUMNS + MMA_M // 2  # the next scores need the registers of dq
+    DP_PENDING: gl.constexpr = NUM_WARPGROUPS if LATE_DQ else 0  # products behind dp
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     pipelines, outputs = context.pipelines, context.outputs
     group, bounds, params, lists = context.group, context.bounds, context.params, context.lists
@@ -241,6 +278,7 @@ def compute_tile(
     partial_p = begin_probabilities(s, rows, count, block, loaded, params, CONFIG)
     bits = load_bits(lists, entry, tile.token_q, m, warpgroup * MMA_M, zeros, CONFIG.block_n)
     kept = kept_pairs(dropout, stream, block.b, block.head, block.first_row, block.first_key, zeros, True)
+    last_row = 0  # of the accumulators, of the block before
     for steps_left in range(steps, 0, -1):
         q_i = stage_chunks(rows.q, count, STAGES, HEAD_DIM)
         dout_i = stage_chunks(rows.dout, count, STAGES, HEAD_DIM)
@@ -257,6 +295,8 @@ def compute_tile(
             dp = rows.neg_delta.index(stage_of(count, STAGES)).load(s_layout).broadcast_to([MMA_M, BLOCK_M])
         v_j = stage_chunks(v, opaque(warpgroup), NUM_WARPGROUPS, HEAD_DIM)
         dp = gemm_nt(v_j, dout_i, dp, ACCUMULATE=dropout.seed is None)
+        if LATE_DQ:
+            dq = start_late_dq(outputs.ds, k, count - 1, steps_left < steps, warpgroup, CONFIG)
         p, score = finish_probabilities(partial_p, rows, count, block, loaded, params, CONFIG)
         visible = all_visible(p)
         if masked:
@@ -269,7 +309,7 @@ def compute_tile(
         if SCORE_MOD is not None and not SCORE_MOD.same:  # noqa: SIM102 - a compile-time branch
             if masked:  # 0 * the derivative is NaN where that is
                 ds_weight = where_bits(visible, ds_weight, 0.0)
-        dp, ds_weight = warpgroup_mma_wait(0, deps=(dp, ds_weight))
+        dp, ds_weight = warpgroup_mma_wait(DP_PENDING, deps=(dp, ds_weight))
         if dropout.seed is None:
             if masked:  # 0 * dp is NaN where dp is
                 dp = where_bits(visible, dp, 0.0)
@@ -285,19 +325,36 @@ def compute_tile(
             p = p.to(dtype)  # in half of the registers
             add_slope_gradient(context.slope_gradient, ds, block, tile, params.batch, warpgroup, PACKED, CONFIG)
         ds = ds.to(dtype)
-        stage = stage_of(count, DS_STAGES) * NUM_WARPGROUPS
+        stage = stage_of(count, stages_of_ds(CONFIG)) * NUM_WARPGROUPS
         outputs.ds.index(stage + warpgroup).store(ds)
+        if LATE_DQ:
+            announce_ds(count, warpgroup)
         dv = gemm_rs(dv, p.to(dtype), dout_i)
-        dq = start_dq(outputs.ds, k, stage, warpgroup, CONFIG)
-        dv = gemm_wait(dv, NUM_WARPGROUPS)  # frees the registers of p
+        if not LATE_DQ:
+            dq = start_dq(outputs.ds, k, stage, warpgroup, CONFIG)
+            dv = gemm_wait(dv, NUM_WARPGROUPS)  # frees the registers of p
+        elif ADD_FIRST:
+            dq = warpgroup_mma_wait(CHUNKS, deps=(dq,))
+            if steps_left < steps:
+                add_dq(outputs.dq_accum, last_row, dq, warpgroup, CONFIG)
         # The next block's scores; after the last block its own again, unused.
         next_count = gl.where(steps_left > 1, count + 1, count)
         s = start_qk(rows, k, next_count, zeros, warpgroup, CONFIG)
+        if LATE_DQ and ADD_FIRST:
+            dv = gemm_wait(dv, CHUNKS)
         dk = gemm_rs(dk, ds, q_i)
-        dq = warpgroup_mma_wait(2 * CHUNKS, deps=(dq,))
-        mbarrier.wait(dq_pipeline.empty.index(warpgroup), (count & 1) ^ 1)
-        store_dq(dq_pipeline.smem.index(warpgroup), dq, outputs.scale, CONFIG)
-        barrier_arrive(dq_pipeline.full.first + warpgroup, dq_pipeline.full.threads)
+        if LATE_DQ and not ADD_FIRST:
+            dq = warpgroup_mma_wait(3 * CHUNKS, deps=(dq,))
+            if steps_left < steps:
+                add_dq(outputs.dq_accum, last_row, dq, warpgroup, CONFIG)
+            dv = gemm_wait(dv, 2 * CHUNKS)
+        if LATE_DQ:
+            last_row = tile.padded_row + group_head * context.padded_rows + row_block * BLOCK_M
+        else:
+            dq = warpgroup_mma_wait(2 * CHUNKS, deps=(dq,))
+            mbarrier.wait(dq_pipeline.empty.index(warpgroup), (count & 1) ^ 1)
+            store_dq(dq_pipeline.smem.index(warpgroup), dq, outputs.scale, CONFIG)
+            barrier_arrive(dq_pipeline.full.first + warpgroup, dq_pipeline.full.threads)
         next_m, next_head = next_m_block(m, group_head, tile, group, CONFIG.lpt)
         next_block = block_at(lists, next_m, next_entry)
         partial = partial_of(lists, next_entry)
@@ -319,11 +376,15 @@ def compute_tile(
         dk, partial_p = gemm_wait_with(dk, partial_p)
         consumer_release(rows.empty, count, STAGES)
         count += 1
+    if LATE_DQ:  # noqa: SIM102 - a compile-time branch
+        if steps > 0:
+            dq = start_late_dq(outputs.ds, k, count - 1, True, warpgroup, CONFIG)
+            add_dq(outputs.dq_accum, last_row, warpgroup_mma_wait(0, deps=(dq,)), warpgroup, CONFIG)
     for h in gl.static_range(NUM_WARPGROUPS):
         consumer_release(k.empty, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
         consumer_release(v.empty, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
-    # dv and dk reuse the memory of the last dq.
-    mbarrier.wait(dq_pipeline.empty.index(warpgroup), (count & 1) ^ 1)
+    if not LATE_DQ:  # dv and dk reuse the memory of the last dq
+        mbarrier.wait(dq_pipeline.empty.index(warpgroup), (count & 1) ^ 1)
     splits = context.splits
     coord = dkdv_coord(tile, key_head(tile, splits), first_key, params.batch, splits, PACKED)
     ADD: gl.constexpr = context.chunk.lo is not None or (splits.heads is not None and splits.rows is None)
@@ -342,6 +403,12 @@ def compute_tile_or_dq(
     else:
         count = compute_dq_alone(warpgroup, context, tile, tile_count, count, CONFIG)
     return count
+
+
+@constexpr_function
+def stages_of_ds(CONFIG):
+    """Stages of the shared memory that ds passes through."""
+    return LATE_DS_STAGES if CONFIG.late_dq else DS_STAGES
 
 
 @gluon.jit

@@ -83,6 +83,24 @@ def load_acquire(semaphore):
 
 
 @gluon.jit
+def add_in_fours(pointers, x):
+    """Add an accumulator in the order of `swizzle.swizzled` to memory, in fp32. Of eight registers of a thread, 0, 1,
+    4, 5 and 2, 3, 6, 7 are adjacent elements, of which the first one is aligned to 16 bytes.
+    """
+    gl.inline_asm_elementwise(
+        """red.relaxed.gpu.global.add.v4.f32 [$8], {$16, $17, $20, $21};
+        red.relaxed.gpu.global.add.v4.f32 [$10], {$18, $19, $22, $23};
+        mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
+        mov.b32 $4, 0; mov.b32 $5, 0; mov.b32 $6, 0; mov.b32 $7, 0;""",
+        "=r,=r,=r,=r,=r,=r,=r,=r,l,l,l,l,l,l,l,l,f,f,f,f,f,f,f,f",
+        [pointers.to(gl.int64), x],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=8,
+    )
+
+
+@gluon.jit
 def add_adjacent(t, pointers):
     """Add elements in memory to `t [M, N]` in the layout of scores. A thread's two adjacent columns are adjacent in
     memory and read at once; addresses of even columns are multiples of two elements.
