@@ -212,7 +212,7 @@ def test_a_cache(appends: bool) -> None:
         assert all(map(torch.equal, tensors, expected))
     assert sum(map(len, fast_path.repeated.values())) == 1
     tensors, options = one((41, 3))
-    with pytest.raises(ArgumentError, match="cache_seqlens|k_cache"):
+    with pytest.raises(ArgumentError, match=r"cache_seqlens|k_cache"):
         flashtile.attention_with_kvcache(*tensors, **options)
 
 

@@ -109,8 +109,8 @@ class ForwardConfig(Constexpr):
 
     @property
     def skips_steps(self) -> bool:
-        """Whether a warpgroup without rows skips all steps of a tile but the first. Up to 64 features the code for it costs
-        all calls up to 2%, more than most gain; tiles of a bias have stages of their own.
+        """Whether a warpgroup without rows skips all steps of a tile but the first. Up to 64 features its code costs all
+        calls up to 2%, more than most gain; tiles of a bias have stages of their own.
         """
         return self.num_warpgroups > 1 and self.head_dim.width > MMA_M and self.bias_stages == 0
 
