@@ -296,6 +296,7 @@ class VisibleBlocksConfig(Constexpr):
     table: bool  # for lists of blocks of keys
     row_parts: int = 1  # parts of a block that have states, of rows and of keys
     key_parts: int = 1
+    summaries: int = 0  # numbers in memory that a mask function takes of a block of keys; 0: it reads positions
     score_mod: Any = None
 
     @property
