@@ -9,8 +9,9 @@ def documents(b: Tensor, h: Tensor, i: Tensor, j: Tensor, ids: Tensor) -> Tensor
     return ids[i] == ids[j]
 
 
-def earlier(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    return i >= j
+def earlier(b: Tensor, h: Tensor, i: Tensor, j: Tensor, offset: Tensor) -> Tensor:
+    """Causal by a tensor, which no window stands for."""
+    return i + offset >= j
 
 
 def far_by_head(b: Tensor, h: Tensor, i: Tensor, j: Tensor, width: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ from variants import VARIANTS
 
 import flashtile
 from flashtile.backend.gpu import replay
+from flashtile.backend.triton import configs
+from flashtile.backend.triton.tile_config import KernelConfig
 from flashtile.dispatch import fast_path
 from flashtile.testing.generate import random_case
 from flashtile.testing.oracle import solve
@@ -56,6 +58,19 @@ def test_variants(name: str) -> None:
             results = case.run("triton")
         wrong = [str(x) for x in compare(results, case, solve(case)) if not x.ok]
         assert not wrong, "\n".join([case.description, *wrong])
+
+
+@pytest.mark.parametrize("name", ["bias", "bias of heads and keys", "bias of sequences and rows"])
+def test_a_bias_that_is_loaded_once(name: str) -> None:
+    """Its gradient keeps a tile of the bias, as on a Hopper GPU."""
+    case = replace(VARIANTS[name], dtype=torch.float16).case(1, "cpu", LENGTHS)
+
+    def tile(dq: KernelConfig, *_: object) -> KernelConfig:
+        return dq._replace(num_stages=1, bias_once=True)
+
+    with mock.patch.object(configs, "dbias_tile", tile):
+        results = case.run("triton")
+    assert [str(x) for x in compare(results, case, solve(case)) if not x.ok] == []
 
 
 @pytest.fixture

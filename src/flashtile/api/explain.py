@@ -41,8 +41,9 @@ class Explanation:
         kernels: where the GPU kernels of forward and backward come from: an archive, or Triton at their first use.
         visible_pairs: pairs of a query row and a key, over sequences and query heads; at most, where the host cannot
             know.
-        mask_blocks: how many blocks of 128 x 128 pairs the mask hides, shows in part and in full, over sequences and
-            query heads; `None` for packed calls, without a mask, and for a function that cannot be traced.
+        mask_blocks: how many blocks of 128 x 128 pairs mask and window hide, show in part and in full, over sequences
+            and query heads; `None` for packed calls, without either, with chunks, and for a function that cannot be
+            traced.
         flops_forward: operations, `2 * pairs * (D + Dv)`.
         flops_backward: operations of five products instead of two: 2.5 times forward where Dv is D.
         bytes_forward: each input read and each output written once.

@@ -25,6 +25,7 @@ from ..dispatch import fast_path
 from ..errors import ArgumentError, call_of
 from ..expression import MaskMod, ScoreMod
 from ..expression.modifier import Modifier
+from .band import with_band
 
 REQUIRED = ("q", "k", "v", "cu_seqlens_q")
 OF_SCORES = tuple(name for name, feature in FEATURES.items() if feature.dtype == SCORES)
@@ -51,9 +52,10 @@ def normalize(
     num_splits: Any = None,
     cache: CacheTensors | None = None,
     rotary: RotarySettings | None = None,
+    whole: bool = True,
 ) -> Call:
     """The call of a public function's arguments. `tensors` holds those that are tensors as they stand; of a KV cache,
-    k and v are the caches, and what else it has is in `cache`.
+    k and v are the caches, and what else it has is in `cache`. Without `whole`, they have a part of the positions.
     """
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -108,6 +110,7 @@ def normalize(
         tensors = tensors | {"dropout_seed": seed}
     if score_mod is not None or mask_mod is not None:
         tensors, settings = with_functions(function, tensors, settings, score_mod, mask_mod)
+        settings = with_band(function, tensors, settings) if whole else settings
     if entry is not None:
         entry.settings = settings
     return Call(Tensors(**tensors), settings, entry, is_plain_eager=is_plain)

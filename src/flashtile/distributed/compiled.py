@@ -91,7 +91,7 @@ def run(
         accepted(placing.layout)
     accepted_here(keywords)
     tensors, lists = without_lists(tensors)
-    call = normalize("attention", tensors, num_splits=None, **keywords)
+    call = normalize("attention", tensors, num_splits=None, whole=False, **keywords)
     of_lists = None, None
     if lists is not None:
         of_lists = fixed(lists.block_size), None if lists.seqlens is None else fixed(lists.seqlens)

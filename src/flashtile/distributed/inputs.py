@@ -27,7 +27,7 @@ DEFAULTS: dict[str, Any] = {
 def normalized(tensors: dict[str, Any], keywords: dict[str, Any]) -> Call:
     """A rank's call of its own rows, before it is known which of all rows those are."""
     accepted_here(keywords)
-    call = normalize("attention", dict(tensors), num_splits=None, **keywords)
+    call = normalize("attention", dict(tensors), num_splits=None, whole=False, **keywords)
     accepted_shapes(call.tensors)
     return call
 

@@ -266,7 +266,7 @@ def test_factors_and_padding_take_three_warpgroups() -> None:
 
     filling = {"window": Window(), "num_heads_q": 64}
     assert chosen(**filling) is chosen(score_mod=SCALED, **filling) is THREE_WARPGROUPS[64, 64]
-    assert chosen(mask_mod=PADDED) is THREE_WARPGROUPS[64, 64]
+    assert chosen(mask_mod=PADDED, **filling) is THREE_WARPGROUPS[64, 64]
     others = ({"score_mod": ADDED}, {"mask_mod": SHOWN}, {"mask_mod": OF_HEADS})
     for functions in (*others, {"score_mod": SCALED, "mask_mod": PADDED}, {"mask_mod": PADDED, "seqlen_q": 1}):
         assert chosen(**functions) is TWO_WARPGROUPS[64, 64]
@@ -302,7 +302,7 @@ def test_splits_fill_the_device() -> None:
     assert chosen(4096, 77)[1] >= 4
     unevenly = (8192, 8192, False, (7, 7))
     assert chosen(*unevenly)[0] > 1
-    assert chosen(*unevenly, mask=MaskMod(lambda b, h, q_idx, k_idx: q_idx >= k_idx))[0] == 1  # splits have no lists
+    assert chosen(*unevenly, mask=MaskMod(lambda b, h, i, j: 2 * i >= j))[0] == 1  # splits have no lists
     assert chosen(4096, 4096, True, (64, 1))[1] >= 4
     assert chosen(8192, 8192, True, (32, 8)) == chosen(16384, 16384, False, (32, 32)) == (1, 1)
     long = (8192, 8192, True)
@@ -315,7 +315,7 @@ def test_splits_fill_the_device() -> None:
 def test_heads_at_once_are_at_most_those_of_the_call() -> None:
     """Times a head's blocks of keys they have to fit 32 bits, and of few rows the L2 cache holds thousands."""
     q, k = (torch.empty(1, 2, n, 64, dtype=torch.bfloat16) for n in (1, 300))
-    call = described_call(q, k, k, None, None, {"mask": MaskMod(lambda b, h, i, j: i >= j)})
+    call = described_call(q, k, k, None, None, {"mask": MaskMod(lambda b, h, i, j: 2 * i >= j)})
     with mock.patch.object(listed, "LEAST_PAIRS", 0):
         backward = next(x for x in hopper_launches_of(call) if x.name == "backward")
     assert backward.arguments["lists"] is not None

@@ -23,7 +23,8 @@ from listed_masks import UNSEEN, dilated, documents, earlier, far_by_head
 from flashtile import MaskMod, mask_mods, score_mods
 from flashtile.api.explain import described_call
 from flashtile.backend.gpu.replay import Recorder
-from flashtile.backend.hopper.tables import THREE_WARPGROUPS
+from flashtile.backend.hopper.tables import ONE_WARPGROUP, THREE_WARPGROUPS
+from flashtile.backend.hopper.tile_config import ForwardConfig
 from flashtile.call.call import Tensors
 from flashtile.expression.blocks import FULL, SUMMARY_BLOCK
 from flashtile.testing.case import Case, MaskFunction
@@ -54,7 +55,7 @@ BY_HEAD = MaskFunction(far_by_head, (torch.tensor([0, 140, 220, 0]),))
 PROBLEMS = {
     "documents 64": Problem(MaskFunction(documents, (IDS,)), 64, 513, 513),
     "documents 128": Problem(MaskFunction(documents, (IDS,)), 128, 330, 400),
-    "earlier 96": Problem(MaskFunction(earlier), 96, 300, 333),
+    "earlier 96": Problem(MaskFunction(earlier, (torch.tensor(0),)), 96, 300, 333),
     "heads of groups 64": Problem(BY_HEAD, 64, 385, 401, (4, 2), batch=2),
     "heads of groups 128": Problem(BY_HEAD, 128, 270, 401, (4, 2), deterministic=True),
     "dilated, decay 64": Problem(MaskFunction(dilated), 64, 513, 300, score_mod=decay, batch=2),
@@ -126,9 +127,10 @@ def test_within_the_bound(name: str) -> None:
     assert wrong(name) == []
 
 
-def test_tiles_of_three_warpgroups() -> None:
-    """Lists of 192 rows."""
-    with with_tiles(THREE_WARPGROUPS):
+@pytest.mark.parametrize("tiles", [ONE_WARPGROUP, THREE_WARPGROUPS])
+def test_other_tiles(tiles: dict[tuple[int, int], ForwardConfig]) -> None:
+    """Lists and bits of 64 rows and keys, and of 192 rows."""
+    with with_tiles(tiles):
         assert wrong("documents, causal 64") == []
 
 
@@ -170,7 +172,7 @@ def test_a_mask_that_is_a_tensor(
 
 def test_full_blocks_do_not_read_the_mask() -> None:
     """A mask whose lists say that all its blocks are full, although it hides pairs: they stay visible."""
-    problem = Problem(MaskFunction(earlier), 64, 256, 256)
+    problem = Problem(MaskFunction(documents, (IDS,)), 64, 256, 256)
     case = case_of(problem)
     mask = torch.rand((1, 1, 256, 256), generator=torch.Generator().manual_seed(0)) < 0.5
     case = replace(case, arguments=case.arguments | {"mask": mask})
@@ -213,7 +215,7 @@ def test_a_score_mod_with_a_mask_that_is_a_tensor_has_no_lists() -> None:
 SORTED = torch.sort(torch.randint(0, 9, (2, 260), generator=torch.Generator().manual_seed(0)))[0]
 REALS = torch.tensor([1.0, 2.0, torch.nan, 0.0]).repeat_interleave(65)
 MASKS = {
-    "causal": mask_mods.causal(),
+    "causal": mask_mods.causal(torch.tensor(0)),
     "window with an offset": mask_mods.window(30, 40, torch.tensor(-3)),
     "prefix": mask_mods.prefix(torch.tensor([90, 17])),
     "documents": mask_mods.document(SORTED),
@@ -233,6 +235,7 @@ MASKS = {
 
 
 BLOCK_M = 24  # no power of two
+NO_KEYS = ("by head",)  # without summaries of blocks of keys
 WINDOWS: dict[str, dict[str, Any]] = {
     "documents": {"causal": True},
     "by head": {"window": (50, 20)},
@@ -241,9 +244,10 @@ WINDOWS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("summarized", [False, True])
 @pytest.mark.parametrize("name", MASKS)
-def test_kernels_list_what_torch_operations_list(name: str) -> None:
-    """With a window too, for some masks."""
+def test_kernels_list_what_torch_operations_list(name: str, summarized: bool) -> None:
+    """With a window too, for some masks. Blocks of keys are summarized by each program, or by a launch before."""
     q, k = torch.empty(2, 4, 203, 64, dtype=torch.bfloat16), torch.empty(2, 2, 211, 64, dtype=torch.bfloat16)
     call = described_call(q, k, k, None, None, {"mask": MASKS[name], **WINDOWS.get(name, {})})
     lists, listed = (
@@ -259,12 +263,14 @@ def test_kernels_list_what_torch_operations_list(name: str) -> None:
 
     with (
         mock.patch.object(listed, "LEAST_PAIRS", 0),
-        mock.patch.multiple(lists, POSITIONS=64, has_pair_bits=lambda _: False),
+        mock.patch.multiple(lists, POSITIONS=64, MOST_BLOCKS=4, has_pair_bits=lambda _: False),
+        mock.patch.object(lists, "LONG", 0 if summarized else 2**31),
         emulated() as launched,
         poisoned_allocation(),
     ):
         by_kernels = found()
-        assert launched == ["visible_blocks_kernel", *["visible_blocks_kernel", "key_lists_kernel"] * 2]
+        of_rows = ["key_summaries_kernel"] * (summarized and name not in NO_KEYS) + ["visible_blocks_kernel"]
+        assert launched == [*of_rows, *[*of_rows, "key_lists_kernel"] * 2]
         with mock.patch.object(lists, "visibility_function", return_value=None):
             by_operations = found()
     for x, y in zip(by_kernels, by_operations, strict=True):
@@ -293,6 +299,13 @@ def test_lists_and_bits_are_the_mask(name: str) -> None:
     call = described_call(q, k, k, None, None, {"mask": mod})
     b, i, j = torch.arange(2)[:, None, None], torch.arange(203)[:, None], torch.arange(211)
     visible = torch.broadcast_to(mod.fn(b, torch.tensor(0), i, j, *mod.tensors), (2, 203, 211))
+    in_window = torch.ones(203, 211, dtype=torch.bool)  # which the kernels test by position
+    if call.settings.window_left is not None:
+        in_window &= j >= i + 8 - call.settings.window_left
+    if call.settings.window_right is not None:
+        in_window &= j <= i + 8 + call.settings.window_right
+    if call.settings.top_left:
+        in_window &= j <= i
     lists, listed = (
         importlib.import_module(f"{emulated_kernels().__package__}.{x}") for x in ("block_lists", "listed")
     )
@@ -301,8 +314,8 @@ def test_lists_and_bits_are_the_mask(name: str) -> None:
         own = call._replace(tensors=Tensors.from_flat(recorder.inputs))
         of_rows, _ = lists.row_lists(recorder, own, 128, 32, None)
         of_keys, _ = lists.key_lists(recorder, own, 64, 128, None, first_key_first=True)
-    assert torch.equal(mask_of_lists(of_rows, 32, 203, 211), visible)
-    assert torch.equal(mask_of_lists(of_keys, 64, 211, 203), visible.mT)
+    assert torch.equal(mask_of_lists(of_rows, 32, 203, 211) & in_window, visible)
+    assert torch.equal(mask_of_lists(of_keys, 64, 211, 203) & in_window.mT, visible.mT)
 
 
 def mask_of_lists(pointers: dict[str, Tensor], width: int, lines: int, columns: int) -> Tensor:
@@ -345,7 +358,7 @@ BUGS = (
         "return offset, gl.maximum(gl.load(lists.data + offset) - 1, 1)", "earlier 96"),
     Bug("partial blocks taken for full ones", SHARED, "((entry & 1) != 0,)", "((entry & 1) > 1,)",
         "heads of groups 64"),
-    Bug("bits of the first rows for all", BITS, "num_programs, part * MMA_M", "num_programs, 0 * part", "earlier 96"),
+    Bug("bits of the first rows for all", BITS, "place, part * MMA_M", "place, 0 * part", "earlier 96"),
     Bug("rows and keys swapped", BITS, "row, key = column, line", "row, key = line, column", "earlier 96"),
     Bug("bits of the entry before", SHARED, "= bit_words(offset, position", "= bit_words(offset, position - 1",
         "documents 64"),

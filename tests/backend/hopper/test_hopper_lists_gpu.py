@@ -50,8 +50,9 @@ def documents(b: Tensor, h: Tensor, i: Tensor, j: Tensor, ids: Tensor) -> Tensor
     return ids[b, i] == ids[b, j]
 
 
-def causal_window(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    return (j <= i) & (i - j <= 190)
+def causal_window(b: Tensor, h: Tensor, i: Tensor, j: Tensor, offset: Tensor) -> Tensor:
+    """By a tensor, for which no window of the call stands."""
+    return (j <= i + offset) & (i - j <= 190 + offset)
 
 
 def prefix(b: Tensor, h: Tensor, i: Tensor, j: Tensor, lengths: Tensor) -> Tensor:
@@ -89,7 +90,7 @@ def table(device: str) -> Tensor:
 
 MASKS: dict[str, Callable[[str], MaskFunction | Tensor]] = {
     "documents": lambda device: MaskFunction(documents, (ids(device),)),
-    "causal_window": lambda device: MaskFunction(causal_window),
+    "causal_window": lambda device: MaskFunction(causal_window, (torch.tensor(0, device=device),)),
     "prefix": lambda device: MaskFunction(prefix, (torch.tensor([300, 17], device=device),)),
     "dilated": lambda device: MaskFunction(dilated),
     "arbitrary": lambda device: MaskFunction(arbitrary, (table(device),)),

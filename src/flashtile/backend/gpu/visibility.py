@@ -5,16 +5,19 @@
 for the positions of one block of rows `[M]` and of several blocks of keys `[LANES, BLOCKS, N / LANES]`. The evaluation
 is that of `expression.blocks`, on names of values in the text in place of tensors: so the rules of intervals are
 written once.
+
+For many keys there are two functions. The first one returns all that visibility takes of blocks of keys, int64, once
+for all blocks of rows; the second one is `visibility` with `k_idx = (pointers, stride, exist)` of these numbers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from ...expression.blocks import intervals
-from ...expression.blocks.analysis import UNIFORM, analysis
+from ...expression.blocks.analysis import KEY, UNIFORM, analysis
 from ...expression.blocks.evaluation import Environment, Evaluation
 from ...expression.blocks.intervals import Interval
 from ...expression.formula import Formula
@@ -27,6 +30,12 @@ BINARY = {
     "mod": "mod({}, {}, False)", "and": "{} & {}", "or": "{} | {}", "lt": "{} < {}", "le": "{} <= {}", "gt": "{} > {}",
     "ge": "{} >= {}", "eq": "{} == {}", "ne": "{} != {}", "minimum": "tl.minimum({}, {})",
     "maximum": "tl.maximum({}, {})",
+}  # fmt: skip
+TO_WORD = {  # by the dtype of a value
+    torch.int64: "{}", torch.bool: "{}.to(tl.int64)", torch.float32: "{}.to(tl.int32, bitcast=True).to(tl.int64)",
+}  # fmt: skip
+FROM_WORD = {
+    torch.int64: "{}", torch.bool: "{} != 0", torch.float32: "{}.to(tl.int32).to(tl.float32, bitcast=True)",
 }  # fmt: skip
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 Line = Callable[[str], str]  # adds a value's text, and returns its name
@@ -105,14 +114,16 @@ def text(x: Any) -> str:
 
 
 class SymbolicEvaluation(Evaluation):
-    """The evaluation of a formula on names."""
+    """The evaluation of a formula on names. With `stored`, blocks of keys have summaries in memory."""
 
-    def __init__(self, formula: Formula, writer: Writer):  # no tensors: not that of the base class
+    def __init__(self, formula: Formula, writer: Writer, *, stored: bool = False):  # no tensors: not the base class's
         self.of, self.tensors, self.emitter = analysis(formula), (), writer  # type: ignore[assignment]
         self.instructions = self.of.program.instructions
         self.values, self.summaries = {}, {}
         nothing = torch.zeros((), dtype=torch.int64)
         self.blocks = SimpleNamespace(b=nothing)  # type: ignore[assignment]
+        self.stored = stored
+        self.of_keys: list[Interval] = []  # summaries of blocks of keys, in the order in which they are needed
 
     def line(self, value: str) -> str:
         return self.emitter.line(value).name  # type: ignore[attr-defined]
@@ -120,7 +131,28 @@ class SymbolicEvaluation(Evaluation):
     def symbol(self, value: str, dtype: torch.dtype) -> Symbol:
         return Symbol(self.line(value), dtype, self.line)
 
+    def value(self, n: int) -> Any:
+        return None if self.stored and self.of.stages[n] == KEY else super().value(n)
+
     def summary(self, n: int) -> Interval:
+        if self.of.stages[n] != KEY:
+            return self.summary_of_positions(n)
+        found = self.stored_summary(n) if self.stored else self.summary_of_positions(n)
+        self.of_keys.append(found)
+        return found
+
+    def stored_summary(self, n: int) -> Interval:
+        """The next two numbers in memory."""
+        kind, first = self.instructions[n].kind, 2 * len(self.of_keys)
+        dtype = {BOOL: torch.bool, REAL: torch.float32}.get(kind, torch.int64)
+        loads = (f"tl.load(k_idx[0] + {i} * k_idx[1], mask=k_idx[2], other=0)" for i in (first, first + 1))
+        return Interval(*(self.symbol(FROM_WORD[dtype].format(x), dtype) for x in loads))  # type: ignore[arg-type]
+
+    def words(self) -> list[str]:
+        """The summaries of blocks of keys as int64."""
+        return [TO_WORD[x.dtype].format(x.name) for both in self.of_keys for x in both]  # type: ignore[attr-defined]
+
+    def summary_of_positions(self, n: int) -> Interval:
         kind, name, stage = self.instructions[n].kind, self.values[n].name, self.of.stages[n]  # type: ignore[attr-defined]
         if kind == BOOL:
             if stage == UNIFORM:
@@ -150,17 +182,33 @@ class SymbolicEvaluation(Evaluation):
         raise UnsupportedError
 
 
-def visibility_source(formula: Formula, wide: bool) -> str | None:
+def visibility_source(formula: Formula, wide: bool, *, stored: bool = False) -> str | None:
     """The function's text; `None` if an element of a captured tensor is read for each pair. `wide`: offsets into
-    captured tensors have 64 bits.
+    captured tensors have 64 bits. With `stored`, that of the second of two functions.
     """
     writer = Writer(formula.tensors, "tl", wide)
     try:
-        always, ever = SymbolicEvaluation(formula, writer).result()
+        always, ever = SymbolicEvaluation(formula, writer, stored=stored).result()
     except UnsupportedError:
         return None
+    return function_source("visibility", writer, [text(always), text(ever)])
+
+
+def summaries_source(formula: Formula, wide: bool) -> tuple[str, int] | None:
+    """The text of the first of two functions, and how many numbers it returns; `None` if there are none."""
+    writer = Writer(formula.tensors, "tl", wide)
+    evaluation = SymbolicEvaluation(formula, writer)
+    try:
+        evaluation.result()
+    except UnsupportedError:
+        return None
+    words = evaluation.words()
+    return (function_source("summaries", writer, words), len(words)) if words else None
+
+
+def function_source(name: str, writer: Writer, results: Sequence[str]) -> str:
     body = "".join(f"    {line}\n" for line in writer.lines)
-    return f"def visibility(b, h, q_idx, k_idx, captured):\n{body}    return ({text(always)}, {text(ever)})\n"
+    return f"def {name}(b, h, q_idx, k_idx, captured):\n{body}    return ({', '.join(results)})\n"
 
 
 add_operators()

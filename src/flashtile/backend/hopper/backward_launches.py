@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ...call.call import Call, Needs, Tensors, new_rows
 from ...call.device import describe_device
+from ...call.formulas import mask_formula
+from ...expression.blocks import has_classes
 from ..epilogue import RowStats, requested_from_rows
 from ..gpu.kernel import Kernel
 from ..gpu.pairs import with_contiguous_keys
@@ -29,7 +31,7 @@ from .descriptors import dense_descriptor, ragged_descriptor, row_stats_descript
 from .distance_table import with_distance_table
 from .key_queue import KeyQueue, steps_of_blocks
 from .listed import has_lists
-from .scheduler_args import equal_groups
+from .scheduler_args import equal_groups, listed_heads
 from .tables import max_blocks
 from .tile_config import ALIGN, MMA_M, DkdvConfig, FusedBackwardConfig
 
@@ -206,13 +208,17 @@ class BackwardLaunches:
         With a window or a diagonal, whose blocks of keys differ in length, it fills the device twice where programs
         need not wait, and has to fit the L2 cache, as these blocks visit different rows, unless it is a few parts of
         one group, which share their keys; larger ones may finish earlier (`key_queue`). With lists it is all that fit
-        there, unless programs wait.
+        there, unless programs wait, or that fill the device some times: they do not end together.
         """
         resident_heads = max(1, self.programs // self.blocks.n_blocks)
         bytes_per_head = self.group * self.seqlen_q * bytes_per_row
         any_order = isinstance(self.config, FusedBackwardConfig) and not self.config.in_order
         if has_lists(self.call) and any_order:
-            return min(self.heads, max(1, LISTED_BYTES // bytes_per_head))  # times blocks of keys, it has to fit int32
+            filling, formula = listed_heads(self.call, self.blocks.n_blocks), mask_formula(self.call)
+            if formula is None or not has_classes(formula):  # long lists, which need the cache
+                filling = min(filling, L2_BYTES // bytes_per_head)
+            # Times blocks of keys, it has to fit int32.
+            return equal_groups(self.heads, max(1, LISTED_BYTES // bytes_per_head, filling))
         if self.call.settings.window.unlimited:
             narrow = self.config.head_dim.width <= NARROW
             long = narrow and any_order and min(self.seqlen_q, self.seqlen_k) >= LONG

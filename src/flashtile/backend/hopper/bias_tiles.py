@@ -32,7 +32,7 @@ def with_room(call: Call, config: ForwardConfig) -> ForwardConfig:
     masked = call.tensors.mask is not None or call.settings.mask_mod is not None
     reads_bias = call.tensors.bias is not None and not fits(call)
     reads_mask = masked and (config.splits > 1 or not has_pair_bits(call))
-    if (config.num_warpgroups == 1 and reads_bias) or (config.num_warpgroups == 3 and reads_mask):
+    if (config.num_warpgroups == 1 and reads_bias) or (config.num_warpgroups in (1, 3) and reads_mask):
         return TWO_WARPGROUPS[config.head_dim.width, config.head_dim_v.width].with_splits(config.splits)
     return config
 

@@ -19,17 +19,22 @@ from ..gpu.kernel import Kernel
 from ..gpu.pointers import Described
 from ..gpu.replay import Recorder
 from ..scalars import window_numbers
-from .formulas import DeviceFunction, launch_with, visibility_function
+from .formulas import DeviceFunction, launch_with, summaries_function, visibility_function
 from .listed import has_lists, has_pair_bits
-from .pair_bits import broadcast_strides, pair_bits
+from .pair_bits import EntryQueue, broadcast_strides, pair_bits
+from .semaphores import entry_queue_semaphore
 from .tile_config import PairBitsConfig, VisibleBlocksConfig
 
 POSITIONS = 8192  # of keys that a program looks at together
+LONG = 8192  # keys from which they are summarized once for all rows, in a launch of its own
+SUMMARIZED = 1024  # of keys, of a program for summaries
+MOST_BLOCKS, BLOCKS_OF_THREAD = 1024, 4  # with summaries
 POSITIONS_OF_THREAD = 8  # with a mask function: straight code of more waits for its instructions
 BLOCKS_AT_ONCE = 8  # of keys, in a program that reads a mask
 NO_POINTERS = {"lists": None, "mask_bits": None}
 NO_LISTS = dict.fromkeys(("stride_lists_b", "stride_lists_h", "stride_lists"))
 MASK_STATES = Kernel(f"{__package__}.kernels.visible_blocks", "mask_states_kernel")
+KEY_SUMMARIES = Kernel(f"{__package__}.kernels.visible_blocks", "key_summaries_kernel")
 VISIBLE_BLOCKS = Kernel(f"{__package__}.kernels.visible_blocks", "visible_blocks_kernel")
 KEY_LISTS = Kernel(f"{__package__}.kernels.visible_blocks", "key_lists_kernel")
 
@@ -56,8 +61,9 @@ def row_lists(
         return {**NO_POINTERS}, {**NO_LISTS}
     source = source_of(recorder, call, block_m, block_n, states, 1)
     grid = source.grid
-    lists = visible_blocks(recorder, call, source, (1, grid.batch, grid.heads, grid.rows, grid.keys + 2))
-    return pointers_of(recorder, call, lists, PairBitsConfig(block_m, block_n, False)), strides_of(lists)
+    queue = new_queue(recorder, call, grid.batch * grid.heads * grid.rows * grid.keys)
+    lists = visible_blocks(recorder, call, source, (1, grid.batch, grid.heads, grid.rows, grid.keys + 2), queue)
+    return pointers_of(recorder, call, lists, queue, PairBitsConfig(block_m, block_n, False)), strides_of(lists)
 
 
 def key_lists(
@@ -71,16 +77,32 @@ def key_lists(
         return {**NO_POINTERS}, {**NO_LISTS, "ranks": None}
     source = source_of(recorder, call, block_m, block_n, states, call.tensors.q.shape[1] // call.tensors.k.shape[1])
     grid = source.grid
-    table = visible_blocks(recorder, call, source, (grid.batch, grid.heads, grid.rows, grid.keys + 1), table=True)
-    lists = of_table(recorder, table, grid, first_key_first)
-    pointers = pointers_of(recorder, call, lists, PairBitsConfig(block_n, block_m, True))
+    table = visible_blocks(recorder, call, source, (grid.batch, grid.heads, grid.rows, grid.keys + 1), None, table=True)
+    queue = new_queue(recorder, call, grid.batch * grid.heads * grid.rows * grid.keys)
+    lists = of_table(recorder, table, grid, queue, first_key_first)
+    pointers = pointers_of(recorder, call, lists, queue, PairBitsConfig(block_n, block_m, True))
     return pointers, {**strides_of(lists), "ranks": lists.numel() // 2}
 
 
-def pointers_of(recorder: Recorder, call: Call, lists: Tensor, config: PairBitsConfig) -> dict[str, Any]:
+def pointers_of(
+    recorder: Recorder, call: Call, lists: Tensor, queue: EntryQueue | None, config: PairBitsConfig
+) -> dict[str, Any]:
     """The pointers of lists, and of the bits of pairs if the call has them."""
-    bits = pair_bits(recorder, call, lists, config) if has_pair_bits(call) else None
+    bits = None if queue is None else pair_bits(recorder, call, lists, queue, config)
     return {"lists": lists, "mask_bits": bits}
+
+
+def new_queue(recorder: Recorder, call: Call, entries: int) -> EntryQueue | None:
+    """A queue with room for these entries, if pairs have bits."""
+    q = call.tensors.q
+    if not has_pair_bits(call):
+        return None
+    places = recorder.new(q.new_empty(entries, dtype=torch.int64))
+    return EntryQueue(places, recorder.op(partial(entry_queue_semaphore, q.device)))
+
+
+def queue_pointers(queue: EntryQueue | None) -> dict[str, Any]:
+    return {"queue": None, "queue_size": None} if queue is None else queue._asdict()
 
 
 def strides_of(lists: Tensor) -> dict[str, int]:
@@ -99,13 +121,15 @@ def strides_of(lists: Tensor) -> dict[str, int]:
 
 class Source(NamedTuple):
     """Source of the states of a mask's blocks: a device function, or a tensor `[B | 1, H | 1, parts of rows | 1,
-    parts of keys | 1]` of the recorder, with these numbers of parts in a block.
+    parts of keys | 1]` of the recorder, with these numbers of parts in a block. `summaries`, of the recorder too, are
+    what the function takes of blocks of keys, `[B | 1, numbers, blocks]`; without them, it takes positions.
     """
 
     grid: Grid
     function: DeviceFunction | None
     states: Tensor | None
     parts: tuple[int, int]
+    summaries: Tensor | None = None
 
 
 def source_of(recorder: Recorder, call: Call, block_m: int, block_n: int, states: Tensor | None, group: int) -> Source:
@@ -113,7 +137,7 @@ def source_of(recorder: Recorder, call: Call, block_m: int, block_n: int, states
     t, formula = call.tensors, mask_formula(call)
     batch, heads, seqlen_q, _ = t.q.shape
     rows, keys = -(-seqlen_q // block_m), -(-t.k.shape[2] // block_n)
-    function, parts = None, (1, 1)
+    function, parts, summaries = None, (1, 1), None
     if formula is None:
         assert states is not None
         of_sequences, of_heads = (n > 1 for n in states.shape[:2])
@@ -126,7 +150,33 @@ def source_of(recorder: Recorder, call: Call, block_m: int, block_n: int, states
             states = recorder.op(partial(visibility, formula, pairs, t.q.device), *t.score_mod_tensors)
     heads, group = (heads // group, group) if of_heads else (1, 1)
     grid = Grid(block_m, block_n, batch if of_sequences else 1, heads, group, rows, keys)
-    return Source(grid, function, states, parts)
+    if function is not None and not of_heads and keys * block_n > LONG:
+        function, summaries = with_summaries(recorder, call, grid, function)
+    return Source(grid, function, states, parts, summaries)
+
+
+def with_summaries(
+    recorder: Recorder, call: Call, grid: Grid, function: DeviceFunction
+) -> tuple[DeviceFunction, Tensor | None]:
+    """Launch the kernel for summaries of blocks of keys, which all blocks of rows share, and the function of them."""
+    formula, wide = mask_formula(call), any(needs_wide_offsets(x) for x in call.tensors.score_mod_tensors)
+    assert formula is not None
+    found = summaries_function(formula, wide)
+    stored = visibility_function(formula, wide, stored=True)
+    if found is None or stored is None:
+        return function, None
+    of_keys, count = found
+    summaries = recorder.new(call.tensors.q.new_empty((grid.batch, count, grid.keys), dtype=torch.int64))
+    blocks = SUMMARIZED // grid.block_n
+    scalars = {
+        "seqlen_k": call.tensors.k.shape[2],
+        "num_blocks": grid.keys,
+        "CONFIG": VisibleBlocksConfig(grid.block_m, grid.block_n, blocks, False, summaries=count),
+        "num_warps": SUMMARIZED // (32 * POSITIONS_OF_THREAD),
+    }
+    programs = grid.batch * -(-grid.keys // blocks)
+    launch_with(recorder, call, KEY_SUMMARIES, {"summaries": summaries}, programs, scalars, of_keys)
+    return stored, summaries
 
 
 def mask_states(recorder: Recorder, call: Call) -> Tensor | None:
@@ -168,16 +218,21 @@ def states_of_mask(recorder: Recorder, mask: Tensor) -> Tensor:
 
 
 def visible_blocks(
-    recorder: Recorder, call: Call, source: Source, shape: tuple[int, ...], table: bool = False
-) -> Tensor:
+    recorder: Recorder, call: Call, source: Source, shape: tuple[int, ...], queue: EntryQueue | None, *,
+    table: bool = False,
+) -> Tensor:  # fmt: skip
     """Launch the kernel for lists, or for the table from which lists of blocks of keys are made."""
-    t, (grid, function, states, parts) = call.tensors, source
+    t, (grid, function, states, parts, summaries) = call.tensors, source
     lists = recorder.new(t.q.new_empty(shape, dtype=torch.int32))
     blocks, warps = POSITIONS // grid.block_n, 8
-    if function is not None:  # which takes time at each position
+    if summaries is not None:
+        blocks = min(1 << (grid.keys - 1).bit_length(), MOST_BLOCKS)
+        warps = max(4, blocks // (32 * BLOCKS_OF_THREAD))
+    elif function is not None:  # which takes time at each position
         blocks = min(1 << (grid.keys - 1).bit_length(), blocks)
         warps = max(warps, blocks * grid.block_n // (32 * POSITIONS_OF_THREAD))
     strides = [None] * 4 if states is None else broadcast_strides(states)
+    stored_numbers = 0 if summaries is None else summaries.shape[1]
     scalars = {
         **{f"stride_states_{dim}": stride for dim, stride in zip("bhmn", strides, strict=True)},
         "num_lists": grid.rows,
@@ -187,10 +242,11 @@ def visible_blocks(
         "seqlen_k": t.k.shape[2],
         "num_blocks": grid.keys,
         **window_numbers(call),
-        "CONFIG": VisibleBlocksConfig(grid.block_m, grid.block_n, blocks, table, *parts),
+        "CONFIG": VisibleBlocksConfig(grid.block_m, grid.block_n, blocks, table, *parts, summaries=stored_numbers),
         "num_warps": warps,
     }
-    programs, pointers = grid.batch * grid.heads * grid.rows, {"lists": lists, "states": states}
+    programs, pointers = grid.batch * grid.heads * grid.rows, {"lists": lists, "states": states, "summaries": summaries}
+    pointers |= queue_pointers(queue)
     if function is None:
         recorder.launch(VISIBLE_BLOCKS, pointers, programs, {**scalars, "inputs": None})
     else:
@@ -198,7 +254,7 @@ def visible_blocks(
     return lists
 
 
-def of_table(recorder: Recorder, table: Tensor, grid: Grid, first_key_first: bool) -> Tensor:
+def of_table(recorder: Recorder, table: Tensor, grid: Grid, queue: EntryQueue | None, first_key_first: bool) -> Tensor:
     """Launch the kernel for the lists of blocks of keys, and ranks."""
     shape = (2, grid.batch, grid.heads, grid.keys, grid.rows + 2)
     lists = recorder.new(table.new_empty(shape))
@@ -210,5 +266,6 @@ def of_table(recorder: Recorder, table: Tensor, grid: Grid, first_key_first: boo
         "BLOCKS": 256,
         "num_warps": 4,
     }
-    recorder.launch(KEY_LISTS, {"table": table, "lists": lists}, grid.batch * grid.heads * grid.keys, scalars)
+    pointers = {"table": table, "lists": lists, **queue_pointers(queue)}
+    recorder.launch(KEY_LISTS, pointers, grid.batch * grid.heads * grid.keys, scalars)
     return lists

@@ -21,7 +21,7 @@ from ..gpu.pairs import pair_pointers, pair_scalars, row_align
 from ..gpu.pointers import Pointers
 from ..gpu.replay import Recorder
 from ..gpu.staged import staged_source
-from ..gpu.visibility import visibility_source
+from ..gpu.visibility import summaries_source, visibility_source
 from ..scalars import score_units
 from .dropout import dropout_pointers, dropout_scalars
 
@@ -100,18 +100,27 @@ class DeviceFunction:
 
 
 @functools.lru_cache(maxsize=1024)
-def visibility_function(mask: Formula, wide: bool) -> DeviceFunction | None:
+def visibility_function(mask: Formula, wide: bool, *, stored: bool = False) -> DeviceFunction | None:
     """The function of a mask's formula under `triton.jit`, by `backend.gpu.visibility`; `None` if it has none."""
+    source = visibility_source(mask, wide, stored=stored)
+    return None if source is None else jitted_function("visibility", source)
+
+
+@functools.lru_cache(maxsize=1024)
+def summaries_function(mask: Formula, wide: bool) -> tuple[DeviceFunction, int] | None:
+    """The function of what visibility takes of blocks of keys, and how many numbers it returns."""
+    found = summaries_source(mask, wide)
+    return None if found is None else (jitted_function("summaries", found[0]), found[1])
+
+
+def jitted_function(name: str, source: str) -> DeviceFunction:
+    """A function with this source under `triton.jit`."""
     from .kernels import visible_blocks  # imports Triton
 
-    source = visibility_source(mask, wide)
-    if source is None:
-        return None
-    name = f"visibility_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
+    unique = f"{name}_{hashlib.sha256(source.encode()).hexdigest()[:16]}"
     names = {name: getattr(visible_blocks, name) for name in CALLED_BY_VISIBILITY}
     names |= {"__name__": visible_blocks.__name__, "tl": visible_blocks.tl}
-    function = defined(name, source.replace("visibility", name, 1), name, names)
-    return DeviceFunction(source, visible_blocks.jit(function))
+    return DeviceFunction(source, visible_blocks.jit(defined(unique, source.replace(name, unique, 1), unique, names)))
 
 
 @functools.lru_cache(maxsize=1024)

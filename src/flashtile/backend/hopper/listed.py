@@ -2,6 +2,10 @@
 visible blocks are bits (`pair_bits`).
 """
 
+from typing import NamedTuple
+
+from torch import Tensor
+
 from ...call.call import Call
 from ...call.formulas import mask_formula
 from ...call.problem import Problem
@@ -14,59 +18,93 @@ MOST_PAIRS = 2**41  # offsets in lists have 32 bits
 MOST_BITS = 2**30  # of the mask's pairs: 128 MiB
 
 
-def has_lists(call: Call) -> bool:
-    """Whether a call has lists, of the blocks that mask and window show; the kernels test the window's sides in blocks
-    that they cut. Others compute all pairs that the window shows. With lists, kernels run one function of
-    a score_mod in partly visible blocks and one in full ones, which are made with a mask function only.
+class Masked(NamedTuple):
+    """All of a mask and its call that lists and bits depend on: of a call, or of the plan for several lengths. Without
+    a function, the mask is a tensor that differs between `dims` of sequences, heads and rows.
     """
-    function = call.settings.mask_mod is not None
-    mask = call.tensors.mask is not None and call.settings.score_mod is None
-    if not (function or mask) or call.layout != "dense":
-        return False
-    batch, heads, seqlen_q, _ = call.tensors.q.shape
-    least = LEAST_PAIRS if function else LEAST_MASK_PAIRS
-    return max(least, 1) <= batch * heads * seqlen_q * call.tensors.k.shape[2] <= MOST_PAIRS
+
+    function: Formula | None
+    dims: tuple[bool, ...]
+    with_score_mod: bool
+    sizes: tuple[int, int, int, int]  # sequences, heads, rows and keys
+
+    @classmethod
+    def of_call(cls, call: Call) -> "Masked | None":
+        """`None` without a mask, or if the call is not dense."""
+        t, s = call.tensors, call.settings
+        if call.layout != "dense" or (s.mask_mod is None and t.mask is None):
+            return None
+        dims = () if t.mask is None or s.mask_mod is not None else differing(t.mask)
+        batch, heads, rows, _ = t.q.shape
+        return cls(mask_formula(call), dims, s.score_mod is not None, (batch, heads, rows, t.k.shape[2]))
+
+    @classmethod
+    def of_problem(cls, p: Problem) -> "Masked | None":
+        """As `of_call`; `None` too for a function that cannot be traced."""
+        function = p.mask_mod if isinstance(p.mask_mod, Formula) else None
+        if p.layout != "dense" or (function is None and p.features.mask is None):
+            return None
+        dims = () if p.features.mask is None else tuple(not broadcast for broadcast in p.features.mask)
+        return cls(function, dims, p.score_mod is not None, (p.batch, p.num_heads_q, p.seqlen_q, p.seqlen_k))
+
+    def has_lists(self) -> bool:
+        """Whether there are lists, of the blocks that mask and window show; the kernels test the window's sides in
+        blocks that they cut. Other calls compute all pairs that the window shows. With lists, kernels run one function
+        of a score_mod in partly visible blocks and one in full ones, which are made with a mask function only.
+        """
+        if self.function is None and self.with_score_mod:
+            return False
+        batch, heads, rows, keys = self.sizes
+        least = LEAST_MASK_PAIRS if self.function is None else LEAST_PAIRS
+        return max(least, 1) <= batch * heads * rows * keys <= MOST_PAIRS
+
+    def has_pair_bits(self) -> bool:
+        """Whether there are bits of pairs, too: the mask is the same for all heads, and no score_mod needs its
+        tensors.
+        """
+        batch, _, rows, keys = self.sizes
+        if self.with_score_mod or not self.has_lists() or self.depends_on("h"):
+            return False
+        return (batch if self.depends_on("b") else 1) * rows * keys <= MOST_BITS
+
+    def hides_keys(self) -> bool:
+        """Whether the mask hides the same keys from all rows, as padding."""
+        return not self.depends_on("q_idx")
+
+    def depends_on(self, name: str) -> bool:
+        """Whether the mask depends on the sequence, the head or the row."""
+        return self.dims[DIMS[name]] if self.function is None else depends_on(self.function, name)
+
+
+DIMS = {"b": 0, "h": 1, "q_idx": 2}
+
+
+def differing(mask: Tensor) -> tuple[bool, ...]:
+    """The dimensions of a mask along which it may differ: neither broadcast nor expanded."""
+    return tuple(n > 1 and stride > 0 for n, stride in zip(mask.shape, mask.stride(), strict=True))
+
+
+def has_lists(call: Call) -> bool:
+    """Whether a call has lists."""
+    masked = Masked.of_call(call)
+    return masked is not None and masked.has_lists()
 
 
 def has_pair_bits(call: Call) -> bool:
-    """Whether a call has bits of pairs, too: its mask is the same for all heads, and no score_mod needs its tensors."""
-    t = call.tensors
-    if call.settings.score_mod is not None or not has_lists(call):
-        return False
-    formula = mask_formula(call)
-    if formula is None:
-        assert t.mask is not None
-        sizes = zip(t.mask.shape[:2], t.mask.stride()[:2], strict=True)
-        of_sequences, of_heads = (n > 1 and stride > 0 for n, stride in sizes)
-    else:
-        of_sequences, of_heads = depends_on(formula, "b"), depends_on(formula, "h")
-    batch = t.q.shape[0] if of_sequences else 1
-    return not of_heads and batch * t.q.shape[2] * t.k.shape[2] <= MOST_BITS
+    """Whether a call has lists and bits of pairs."""
+    masked = Masked.of_call(call)
+    return masked is not None and masked.has_pair_bits()
 
 
 def expects_lists(problem: Problem) -> bool:
-    """As `has_lists`, for the plan of several lengths."""
-    p, function = problem, problem.mask_mod is not None
-    if not (function or (p.features.mask is not None and p.score_mod is None)) or p.layout != "dense":
-        return False
-    least = LEAST_PAIRS if function else LEAST_MASK_PAIRS
-    return least <= p.batch * p.num_heads_q * p.seqlen_q * p.seqlen_k <= MOST_PAIRS
+    """Whether calls of a plan have lists, which is decided for each by its own lengths."""
+    masked = Masked.of_problem(problem)
+    return masked is not None and masked.has_lists()
 
 
-def hides_keys(problem: Problem) -> bool:
-    """Whether a mask hides the same keys from all rows, as padding."""
-    if isinstance(problem.mask_mod, Formula):
-        return not depends_on(problem.mask_mod, "q_idx")
-    return problem.features.mask is not None and problem.features.mask[2]
-
-
-def expects_pair_bits(problem: Problem) -> bool:
-    """As `has_pair_bits`, for the plan of several lengths."""
-    p, formula = problem, problem.mask_mod
-    if p.score_mod is not None or not expects_lists(p):
-        return False
-    if isinstance(formula, Formula):
-        of_sequences, of_heads = depends_on(formula, "b"), depends_on(formula, "h")
-    else:
-        of_sequences, of_heads, *_ = (not broadcast for broadcast in p.features.mask)
-    return not of_heads and (p.batch if of_sequences else 1) * p.seqlen_q * p.seqlen_k <= MOST_BITS
+def is_padded(problem: Problem) -> bool:
+    """Whether calls of a plan have a mask that hides the same keys from all rows, by bits of pairs: their blocks take
+    as long as without it.
+    """
+    masked = Masked.of_problem(problem)
+    return masked is not None and masked.hides_keys() and masked.has_pair_bits()

@@ -1,9 +1,12 @@
 """Bits of the pairs that a mask shows in partly visible blocks (`kernels.pair_bits`), made on the device."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ...call.call import Call
+from ...call.device import describe_device
 from ...call.formulas import mask_formula
 from ..gpu.captured import needs_wide_offsets
 from ..gpu.kernel import Kernel
@@ -13,28 +16,34 @@ from .formulas import launch_with, pair_function
 from .tile_config import MMA_M, PairBitsConfig
 
 WORDS = 4  # of a line and a block
-MOST_PROGRAMS = 4  # of a list: all of a call's are resident together
+PROGRAMS_PER_CORE = 8
 PAIR_BITS = Kernel(f"{__package__}.kernels.pair_bits", "pair_bits_kernel")
 NO_STRIDES = dict.fromkeys(("stride_mask_b", "stride_mask_m", "stride_mask_n"))
 
 
-def pair_bits(recorder: Recorder, call: Call, lists: Tensor, config: PairBitsConfig) -> Tensor:
+class EntryQueue(NamedTuple):
+    """A queue of entries of lists, which kernels of lists fill and that of bits empties."""
+
+    queue: Tensor  # int64: the entry, times 2**32, and its place in lists
+    queue_size: Tensor  # `semaphores.entry_queue_semaphore`
+
+
+def pair_bits(recorder: Recorder, call: Call, lists: Tensor, queue: EntryQueue, config: PairBitsConfig) -> Tensor:
     """Launch the kernel for the bits of these lists `[1 | 2, B | 1, 1, tiles, entries]`."""
     _, batch, _, tiles, entries = lists.shape
     t, formula = call.tensors, mask_formula(call)
     bits = recorder.new(lists.new_empty((batch, tiles, entries, config.lines, WORDS)))
-    programs = min(MOST_PROGRAMS, entries - 2)
-    grid = batch * tiles * programs * (config.lines // MMA_M)
+    cores = describe_device(t.q.device).cores
+    grid = min(cores * PROGRAMS_PER_CORE, batch * tiles * (entries - 2) * (config.lines // MMA_M))
     scalars = {
         "stride_lists": entries,
         "num_tiles": tiles,
-        "num_programs": programs,
         "seqlen_q": t.q.shape[2],
         "seqlen_k": t.k.shape[2],
         "CONFIG": config,
-        "num_warps": 8,
+        "num_warps": 4,
     }
-    pointers: Pointers = {"lists": lists, "mask_bits": bits}
+    pointers: Pointers = {**queue._asdict(), "mask_bits": bits}
     if formula is None:
         assert t.mask is not None
         mask = Described(t.mask, Tensor.view, torch.uint8)

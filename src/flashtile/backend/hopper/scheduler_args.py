@@ -1,10 +1,12 @@
 """Arguments of the tile scheduler for tiles of rows (`kernels.shared.tile_scheduler`)."""
 
 from ...call.call import Call
+from ...call.device import describe_device
 from .listed import has_lists
 from .tables import max_blocks
 
 L2_BYTES = 16 * 2**20  # of keys and values that stay in the L2 cache
+LISTED_WAVES = 4  # tiles for each program that heads with lists have together: the last ones differ in length
 SIZES = 64  # of groups of heads that are compared
 
 
@@ -21,7 +23,7 @@ def dense_scheduler_args(call: Call, block_m: int) -> dict[str, int]:
         "num_tiles": blocks * heads * batch,
         "num_blocks": blocks,
         "total_heads": heads * batch,
-        "l2_swizzle": l2_swizzle(call),
+        "l2_swizzle": l2_swizzle(call, blocks),
         "batch": batch,
         "seqlen_q": seqlen_q,
         "seqlen_k": room_for_keys(call),
@@ -44,18 +46,27 @@ def packed_scheduler_args(call: Call, block_m: int) -> dict[str, int]:
     }
 
 
-def l2_swizzle(call: Call) -> int:
-    """Query heads that are scheduled together.
+def l2_swizzle(call: Call, blocks: int) -> int:
+    """Query heads that are scheduled together, of `blocks` tiles each.
 
     With a window, a diagonal or lists of blocks, as many as the L2 cache holds keys and values for, since their tiles
-    see different keys, and numbers of them: tiles of a few heads alone would leave programs idle at the end.
+    see different keys, and numbers of them: tiles of a few heads alone would leave programs idle at the end. With
+    lists, at least as many as fill the device some times: their order is not that of their lengths.
     """
     q, k, v = call.tensors.q, call.tensors.k, call.tensors.v
     group = query_group(call)
     if call.settings.window.unlimited and not has_lists(call):
         return group
     bytes_per_head = room_for_keys(call) * (k.shape[-1] + v.shape[-1]) * k.element_size()
-    return group * equal_groups(q.shape[0] * q.shape[1] // group, max(1, L2_BYTES // bytes_per_head))
+    most = max(1, L2_BYTES // bytes_per_head)
+    if has_lists(call):
+        most = max(most, listed_heads(call, group * blocks))
+    return group * equal_groups(q.shape[0] * q.shape[1] // group, most)
+
+
+def listed_heads(call: Call, blocks: int) -> int:
+    """Heads of `blocks` tiles each that fill the device LISTED_WAVES times."""
+    return -(-LISTED_WAVES * describe_device(call.tensors.q.device).cores // blocks)
 
 
 def equal_groups(heads: int, most: int) -> int:

@@ -13,7 +13,7 @@ from ...call.window import UNLIMITED, Window
 from ...expression import Formula
 from ...expression.scaling import is_head_factor
 from ..gpu.archive import compiler_version
-from .listed import expects_pair_bits, hides_keys
+from .listed import expects_lists, is_padded
 from .tile_config import (
     DkdvConfig,
     DqConfig,
@@ -160,7 +160,7 @@ def warpgroups_with_room(problem: Problem, device: Device, width: tuple[int, int
     score_mod, masked = problem.score_mod, is_masked(problem)
     costly = score_mod is not None and not (isinstance(score_mod, Formula) and is_head_factor(score_mod))
     # Three warpgroups take 0.92 of the time with padding, 0.97 to 1.05 with documents, 1.23 with a narrow window.
-    other_mask = masked and not (hides_keys(problem) and expects_pair_bits(problem))
+    other_mask = masked and not is_padded(problem)
     other_terms = problem.features._replace(bias=None).score_terms
     if problem.softcap or costly or other_mask:
         return (2,)
@@ -170,7 +170,8 @@ def warpgroups_with_room(problem: Problem, device: Device, width: tuple[int, int
     if other_terms or problem.dropout:
         return (*one, 2) if width in ONE_BOX else (2,)
     if masked:  # with lists, wider ones spill registers
-        return (2, 3) if width in ONE_BOX else (2,)
+        short = (1,) if keys_per_row(problem) < MIN_KEYS_3WG else ()
+        return (*short, 2, 3) if width in ONE_BOX else (2,)
     fits = width in ONE_BOX or (compiler_version(device.arch) or NEWEST_3WG) <= NEWEST_3WG
     return (*one, 2, 3) if fits else (*one, 2)
 
@@ -205,7 +206,9 @@ def backward_config(
     min_rows = IN_ORDER_MIN_ROWS_64 if width in ONE_BOX else IN_ORDER_MIN_ROWS
     long = problem.seqlen_q >= min_rows and problem.seqlen_k >= IN_ORDER_MIN_KEYS
     in_order = problem.deterministic or (long and not limited and problem.mask_mod is None)
-    lpt = limited and (not in_order or config.block_m < config.block_n)
+    # Blocks in lists differ in length by the mask. Last keys first, each of them begins with its own diagonal, and none
+    # waits for the first one to store its dq.
+    lpt = limited and (not in_order or config.block_m < config.block_n) and not expects_lists(problem)
     late_dq = not in_order and may_add_late(problem, device, width)
     return replace(config, lpt=lpt, in_order=in_order, late_dq=late_dq)
 

@@ -109,8 +109,8 @@ class ForwardConfig(Constexpr):
 
     @property
     def skips_steps(self) -> bool:
-        """Whether a warpgroup without rows skips all steps of a tile but the first. Up to 64 features its code costs all
-        calls up to 2%, more than most gain; tiles of a bias have stages of their own.
+        """Whether a warpgroup without rows skips all steps of a tile but the first. Up to 64 features the code costs
+        all calls up to 2%, more than most gain; tiles of a bias have stages of their own.
         """
         return self.num_warpgroups > 1 and self.head_dim.width > MMA_M and self.bias_stages == 0
 
@@ -297,6 +297,7 @@ class VisibleBlocksConfig(Constexpr):
     table: bool  # for lists of blocks of keys
     row_parts: int = 1  # parts of a block that have states, of rows and of keys
     key_parts: int = 1
+    summaries: int = 0  # numbers in memory that a mask function takes of a block of keys; 0: it reads positions
     score_mod: Any = None
 
     @property

@@ -112,14 +112,15 @@ def tile(problem: Problem, device: Device) -> TileConfig:
 
 def dbias_tile(dq: KernelConfig, problem: Problem, device: Device) -> KernelConfig:
     """The tile of a bias's gradient, whose program adds up one tile of many sequences: square ones load least, and a
-    second stage hides the loads (H200: 13 to 27% of backward with such a gradient at 4096 x 4096).
+    second stage hides the loads (H200: 13 to 27% of backward with such a gradient at 4096 x 4096). The bias itself is
+    loaded once, but for 64 features, where its registers cost more (docs/journal/2026-11-25-bands.md).
     """
     width = max(problem.head_dim, problem.head_dim_v)
     if not has_most(problem.dtype, device) or width > 128 or misaligned(problem, device):
         return dq._replace(num_stages=1)
     if is_biased(problem, device):
-        return KernelConfig(64, 128, 4, 3)
-    return KernelConfig(64, 64, 4, 2) if width <= 64 else KernelConfig(64, 128, 8, 2)
+        return KernelConfig(64, 64, 4, 3, bias_once=True)
+    return KernelConfig(64, 64, 4, 2) if width <= 64 else KernelConfig(64, 128, 8, 2, bias_once=True)
 
 
 def fused_tile(problem: Problem, device: Device) -> FusedConfig | None:

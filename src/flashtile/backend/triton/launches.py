@@ -153,6 +153,7 @@ class BackwardLaunches:
         given, align = self.inputs()
         constants = args.constants(self.call, config, align)
         scalars = {**given, **tiles, **constants, **args.dbias_strides(dbias), "num_tiles": None}
+        scalars["BIAS_ONCE"] = config.bias_once
         self.launch(DBIAS, {"dbias": dbias}, programs, scalars)
         return self.recorder.op(sum_of_splits, dbias)
 

@@ -12,6 +12,7 @@ class KernelConfig(NamedTuple):
     num_stages: int
     tuned: bool = False  # found by `flashtile tune` on this machine
     precision: str = "ieee"  # of float32 products (`Constants.PRECISION`)
+    bias_once: bool = False  # a bias's gradient loads its tile of the bias once, into registers
 
     def __str__(self) -> str:
         tuned = ", tuned on this machine" * self.tuned

@@ -3,7 +3,7 @@
 `analysis` looks at the formula, once; `evaluation` computes it on blocks, with `intervals`.
 """
 
-from .analysis import depends_on
+from .analysis import depends_on, has_classes
 from .dense import SUMMARY_BLOCK, coarser, mask_visibility
 from .evaluation import FULL, HIDDEN, PARTIAL, Blocks, block_visibility, positions
 
@@ -16,6 +16,7 @@ __all__ = [
     "block_visibility",
     "coarser",
     "depends_on",
+    "has_classes",
     "mask_visibility",
     "positions",
 ]

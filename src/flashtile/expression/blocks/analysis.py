@@ -73,6 +73,19 @@ def depends_on(formula: Formula, name: str) -> bool:
     return name in found.inputs[found.program.outputs[0]]
 
 
+@functools.lru_cache(maxsize=256)
+def has_classes(formula: Formula) -> bool:
+    """Whether rows see keys of their own class alone, as those of a document: a condition of the conjunction compares
+    a number of the row with one of the key.
+    """
+    found = analysis(formula)
+    instructions = found.program.instructions
+    return any(
+        instructions[n].op == "eq" and {found.stages[m] for m in instructions[n].operands} == {ROW, KEY}
+        for n in flattened(instructions, found.program.outputs[0])
+    )
+
+
 def spread(of: Analysis, n: int, length: int) -> int | None:
     """A bound on the difference of an integer's values among `length` consecutive positions; `None` if unknown."""
     x = of.program.instructions[n]

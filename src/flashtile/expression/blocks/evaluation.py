@@ -76,15 +76,19 @@ class Evaluation:
     def result(self) -> Interval:
         """Whether the pairs of each block are visible, always and ever."""
         known: Environment = {}
-        for n, x in enumerate(self.instructions):
+        for n in range(len(self.instructions)):
             if self.of.by_position[n]:
-                operands = [self.values[m] for m in x.operands]
-                self.values[n] = emit_instruction(x, operands, self.kinds(n), self.emitter)
+                self.values[n] = self.value(n)
             elif n in self.of.conjunctions:
                 known[n] = self.conjunction(self.of.conjunctions[n], known)
             else:
                 known[n] = self.operation(n, known)
         return self.condition(self.of.program.outputs[0], known)
+
+    def value(self, n: int) -> Tensor:
+        """The values of an instruction that is computed for every position."""
+        x = self.instructions[n]
+        return emit_instruction(x, [self.values[m] for m in x.operands], self.kinds(n), self.emitter)  # type: ignore[no-any-return]
 
     def kinds(self, n: int) -> list[str]:
         """The kinds of an instruction's operands."""

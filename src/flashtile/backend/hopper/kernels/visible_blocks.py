@@ -37,12 +37,40 @@ def mask_states_kernel(
 
 
 @triton_kernel
+def key_summaries_kernel(summaries, seqlen_k, num_blocks, CONFIG: tl.constexpr, inputs):
+    """Store what visibility takes of each block of keys, int64 `[B, CONFIG.summaries, num_blocks]`."""
+    BLOCKS: tl.constexpr = CONFIG.blocks
+    NUMBERS: tl.constexpr = CONFIG.summaries
+    programs = tl.cdiv(num_blocks, BLOCKS)
+    b, first = tl.program_id(0) // programs, tl.program_id(0) % programs * BLOCKS
+    n = first + tl.arange(0, BLOCKS)
+    keys = inputs.j0 + key_positions(n, seqlen_k, CONFIG)
+    no_rows = tl.arange(0, 1)
+    found = CONFIG.score_mod.function(b + inputs.b0, inputs.h0, no_rows, keys, inputs.captured)
+    for i in tl.static_range(NUMBERS):
+        tl.store(summaries + (b * NUMBERS + i) * num_blocks + n, found[i], mask=n < num_blocks)
+
+
+@jit
+def key_positions(n, seqlen_k, CONFIG: tl.constexpr):
+    """The keys `[LANES, BLOCKS, N / LANES]` of blocks; the last key again past it.
+
+    With strides that it does not know, Triton spreads a warp over the first axis, and warps over the second: a warp
+    loads adjacent elements, and has all of a block's.
+    """
+    BLOCK_N: tl.constexpr = CONFIG.block_n
+    lane, rest = tl.arange(0, LANES)[:, None, None], tl.arange(0, BLOCK_N // LANES)[None, None, :]
+    return tl.minimum(n[None, :, None] * BLOCK_N + (rest * LANES + lane), seqlen_k - 1)
+
+
+@triton_kernel
 def visible_blocks_kernel(
-    lists, states, stride_states_b, stride_states_h, stride_states_m, stride_states_n, num_lists, num_heads, group,
-    seqlen_q, seqlen_k, num_blocks, window_left, window_right, top_left, diagonal, CONFIG: tl.constexpr, inputs,
+    lists, states, summaries, queue, queue_size, stride_states_b, stride_states_h, stride_states_m, stride_states_n,
+    num_lists, num_heads, group, seqlen_q, seqlen_k, num_blocks, window_left, window_right, top_left, diagonal,
+    CONFIG: tl.constexpr, inputs,
 ):  # fmt: skip
     """The blocks of keys of one block of rows: its list, with one block after the last key if it sees none. The mask is
-    a function, or `states` has the states of parts of its blocks.
+    a function, or `states` has the states of parts of its blocks. `summaries` are those of `key_summaries_kernel`.
 
     With CONFIG.table, instead for each block of keys `4 * count + 2 * partial + visible`, where count is that of
     visible blocks up to this one, and then the count of all. `num_heads` are those of lists, of `group` heads each: a
@@ -64,11 +92,10 @@ def visible_blocks_kernel(
         full, seen = n >= 0, n < 0
         if states is None:
             rows = inputs.i0 + tl.minimum(first_row + tl.arange(0, CONFIG.row_positions), last_row)
-            # With strides that it does not know, Triton spreads a warp over the first axis, and warps over the second:
-            # a warp loads adjacent elements, and has all of a block's.
-            lane, rest = tl.arange(0, LANES)[:, None, None], tl.arange(0, BLOCK_N // LANES)[None, None, :]
-            keys = n[None, :, None] * BLOCK_N + (rest * LANES + lane)
-            keys = inputs.j0 + tl.minimum(keys, seqlen_k - 1)
+            if CONFIG.summaries > 0:
+                keys = (summaries + b * (CONFIG.summaries * num_blocks) + n, num_blocks, n < num_blocks)
+            else:
+                keys = inputs.j0 + key_positions(n, seqlen_k, CONFIG)
             for head in range(group):
                 always, ever = CONFIG.score_mod.function(
                     b + inputs.b0, first_head + head + inputs.h0, rows, keys, inputs.captured
@@ -98,6 +125,9 @@ def visible_blocks_kernel(
             tl.store(out + n, 4 * count + tl.where(visible, 2 * partial + 1, 0), mask=n < num_blocks)
         else:
             tl.store(out + count, 2 * n + partial, mask=visible)
+            if queue is not None:
+                place = tl.program_id(0) * (num_blocks + 2) + count
+                add_to_queue(queue, queue_size, place, 2 * n + partial, visible & (partial != 0))
         before += tl.sum(visible.to(tl.int32), 0)
     if CONFIG.table:
         tl.store(out + num_blocks, before)
@@ -106,9 +136,17 @@ def visible_blocks_kernel(
         tl.store(out + 1, 2 * num_blocks + 1, mask=before == 0)
 
 
+@jit
+def add_to_queue(queue, queue_size, place, entry, chosen):
+    """Append entries of lists and their offsets: those of which `pair_bits_kernel` makes bits."""
+    own = chosen.to(tl.int32)
+    first = tl.atomic_add(queue_size, tl.sum(own, 0), sem="relaxed")
+    tl.store(queue + (first + tl.cumsum(own, 0) - 1), (entry.to(tl.int64) << 32) | place, mask=chosen)
+
+
 @triton_kernel
 def key_lists_kernel(
-    table, lists, ranks, num_rows, num_keys, FIRST_KEY_FIRST: tl.constexpr, BLOCKS: tl.constexpr,
+    table, lists, ranks, queue, queue_size, num_rows, num_keys, FIRST_KEY_FIRST: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The blocks of rows of one block of keys, from the table of `visible_blocks_kernel`, and their ranks, `ranks`
     elements after their entries.
@@ -122,8 +160,12 @@ def key_lists_kernel(
         x = tl.load(row + n, mask=m < num_rows, other=0)
         all_keys = tl.load(row + num_keys, mask=m < num_rows, other=0)
         visible = (x & 1) != 0
-        at = out + (before + tl.cumsum(x & 1, 0))
-        tl.store(at, 2 * m + ((x >> 1) & 1), mask=visible)
+        count = before + tl.cumsum(x & 1, 0)
+        at, partial = out + count, (x >> 1) & 1
+        tl.store(at, 2 * m + partial, mask=visible)
+        if queue is not None:
+            place = tl.program_id(0) * (num_rows + 2) + count
+            add_to_queue(queue, queue_size, place, 2 * m + partial, visible & (partial != 0))
         rank = (x >> 2) - 1 if FIRST_KEY_FIRST else all_keys - (x >> 2)
         tl.store(at + ranks, rank, mask=visible)
         before += tl.sum(x & 1, 0)

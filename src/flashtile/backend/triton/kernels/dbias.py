@@ -14,10 +14,11 @@ from .keys import key_tile, load_k, load_v
 from .masking import key_bounds
 from .parameters import KeyTensor, Params, QueryTensor, RowTensor
 from .products import add, zero_sum
-from .prologue import prologue
+from .prologue import prologue, with_bias
 from .rng import block_origin
 from .rows import elements
 from .score_gradient import load_row_tile, score_gradient
+from .scores import load_pairs
 from .sequences import query_seqlen
 
 
@@ -51,7 +52,7 @@ class BiasTiles(NamedTuple):
 @kernel
 def dbias_kernel(
     q: QueryTensor, k: KeyTensor, v: KeyTensor, dout: QueryTensor, row_stats: RowTensor, dbias: BiasGradient,
-    tiles: BiasTiles, params: Params, CONFIG: tl.constexpr,
+    tiles: BiasTiles, params: Params, BIAS_ONCE: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Store `dbias`. Each of `splits` programs adds every `splits`-th problem that shares the tile."""
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
@@ -63,6 +64,12 @@ def dbias_kernel(
     own_m, program = program % tiles.tiles_m, program // tiles.tiles_m
     own_h, own_b = program % tiles.tiles_h, program // tiles.tiles_h
     origin = block_origin(params.dropout)
+    bias = ()
+    if BIAS_ONCE:  # all that shares the tile has its bias, whose latency is not in the loop then
+        own_rows = (own_m * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+        own_keys = (origin + own_n * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+        in_bias = (own_keys >= 0) & (own_keys < dbias.bias_keys) if MASKED else None
+        bias = (load_bias(params, own_b.to(tl.int64), own_h, own_rows, own_keys, in_bias),)
     total = zero_sum(tl.zeros([BLOCK_M, BLOCK_N], tl.float32), CONFIG.COMPENSATED)
     for n in tl.range(split, tiles.shared_b * tiles.shared_h * tiles.shared_m * tiles.shared_n, tiles.splits):
         # One of each pair is 0: the bias's own index, or the shared one.
@@ -72,6 +79,7 @@ def dbias_kernel(
         offset_q, seqlen_q = query_seqlen(lengths, b)
         head_k = head // (lengths.num_heads_q // lengths.num_heads_k)
         kv, info = prologue(k, v, params, b, b, seqlen_q, head, head_k, CONFIG)
+        info = with_bias(info, bias)
         row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         exists = row < seqlen_q
         row_tile = load_row_tile(q, dout, row_stats, b, head, offset_q, row, exists, CONFIG)
@@ -89,6 +97,12 @@ def dbias_kernel(
 
     rows = own_m * BLOCK_M + tl.arange(0, BLOCK_M)
     store_bias_gradient(dbias, split, own_b, own_h, rows, origin + own_n * BLOCK_N + tl.arange(0, BLOCK_N), total.total)
+
+
+@triton.jit
+def load_bias(params, b, head, rows, keys, exists):
+    """A tile of the bias."""
+    return load_pairs(params.scores.bias, params, b, head, rows, keys, exists, 0.0)
 
 
 @triton.jit

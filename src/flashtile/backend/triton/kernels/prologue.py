@@ -22,6 +22,7 @@ class HeadInfo(NamedTuple):
     factor: tl.tensor  # makes base-2 logarithms of scores
     slope: tl.tensor  # a number, or [M, 1]
     stream: Stream  # of dropout
+    bias: tuple[tl.tensor, ...]  # its tile, where all blocks of a program have the same; else they load their own
 
 
 @triton.jit
@@ -39,6 +40,12 @@ def prologue(k, v, params, sequence, b, seqlen_q, head, head_k, CONFIG: tl.const
 
 
 @triton.jit
+def with_bias(info, bias):
+    """The features with a tile of the bias, in a tuple, or an empty one."""
+    return HeadInfo(info.sequence, info.head, info.shift, info.factor, info.slope, info.stream, bias)
+
+
+@triton.jit
 def head_info(params, b, head, shift):
     """Load the features of a sequence and head."""
     slope, stream = 0.0, Stream(0, 0, 0)
@@ -46,4 +53,4 @@ def head_info(params, b, head, shift):
         slope = load_slope(params.scores.slopes, b, head, params.lengths.batch)
     if params.dropout.threshold is not None:
         stream = load_stream(params.dropout, b, head)
-    return HeadInfo(b, head, shift, softmax_factor(params.scores), slope, stream)
+    return HeadInfo(b, head, shift, softmax_factor(params.scores), slope, stream, ())

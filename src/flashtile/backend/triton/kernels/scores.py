@@ -32,13 +32,13 @@ def load_slope(slopes, sequence, head, batch):
 
 
 @triton.jit
-def load_pairs(tensor, params, info, rows, keys, exists, OTHER: tl.constexpr):
+def load_pairs(tensor, params, sequence, head, rows, keys, exists, OTHER: tl.constexpr):
     """Load `[M, N]` of a mask or bias, or one row or column where it is broadcast. Rows past the last one repeat it.
     `exists` is `None` where every key does.
     """
     ALIGN: tl.constexpr = params.scores.pair_align
-    pointers = tensor.data + info.sequence * elements(tensor.stride_b, ALIGN)
-    pointers += info.head * elements(tensor.stride_h, ALIGN)
+    pointers = tensor.data + sequence * elements(tensor.stride_b, ALIGN)
+    pointers += head * elements(tensor.stride_h, ALIGN)
     if tensor.stride_m is not None:
         pointers += tl.minimum(rows, params.lengths.pair_rows - 1) * elements(tensor.stride_m, ALIGN)
     if tensor.stride_n is None:
@@ -95,7 +95,11 @@ def unmodified_score(product, features, params, info, rows, keys, exists, ACCURA
     elif features.multiplier is not None:
         t = t * features.multiplier
     if features.bias.data is not None:
-        t += load_pairs(features.bias, params, info, rows, keys, exists, 0.0).to(tl.float32)
+        if len(info.bias) > 0:
+            t += info.bias[0].to(tl.float32)
+        else:
+            bias = load_pairs(features.bias, params, info.sequence, info.head, rows, keys, exists, 0.0)
+            t += bias.to(tl.float32)
     if features.slopes.data is not None:
         t -= info.slope * distance(info, rows, keys)
     return t, capped
@@ -137,7 +141,7 @@ def distance(info, rows, keys):
 @triton.jit
 def load_mask(params, info, rows, keys, exists):
     """The mask of a tile: true where a pair is visible."""
-    return load_pairs(params.scores.mask, params, info, rows, keys, exists, 0) != 0
+    return load_pairs(params.scores.mask, params, info.sequence, info.head, rows, keys, exists, 0) != 0
 
 
 @triton.jit

@@ -81,10 +81,16 @@ def partial_of(lists, entry):
 @gluon.jit
 def bit_words(offset, position, first_line, x, LINES: gl.constexpr):
     """Where the bits `[M, 4]` of an entry are, of M lines `x [M, N]` of a tile of LINES."""
+    return words_of_place(offset + 1 + gl.maximum(position, 0), first_line, x, LINES)
+
+
+@gluon.jit
+def words_of_place(place, first_line, x, LINES: gl.constexpr):
+    """As `bit_words`, of the entry that is at this place in memory."""
     layout: gl.constexpr = all_visible(x).type.layout
     line = gl.expand_dims(first_line + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout)), 1)
     thread = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, layout)), 0)
-    return (offset + 1 + gl.maximum(position, 0)).to(gl.int64) * (4 * LINES) + (line * 4 + thread)
+    return place.to(gl.int64) * (4 * LINES) + (line * 4 + thread)
 
 
 @gluon.jit
