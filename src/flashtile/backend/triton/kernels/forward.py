@@ -58,13 +58,14 @@ def forward_kernel(
     split, program = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
     # With packed heads, tiles count key heads: no division by the group size.
     heads = lengths.num_heads_k if PACK_GQA > 1 else lengths.num_heads_q
-    work = query_tile(lengths, program, heads, PACK_GQA, BLOCK_M, CONFIG.BLOCK_B)
+    decodes: tl.constexpr = lengths.page_table.data is not None
+    work = query_tile(lengths, program, heads, PACK_GQA, BLOCK_M, CONFIG.BLOCK_B, SHORT=decodes)
     if work.start < work.seqlen * PACK_GQA:
         row = work.start + tl.arange(0, BLOCK_M)
         position, head = row // PACK_GQA, work.head * PACK_GQA + row % PACK_GQA  # [M]
         exists = position < work.seqlen
         head_k = work.head
-        if PACK_GQA == 1 and lengths.num_heads_q != lengths.num_heads_k:
+        if PACK_GQA == 1 and (not decodes or lengths.num_heads_q != lengths.num_heads_k):
             head_k = work.head // (lengths.num_heads_q // lengths.num_heads_k)
         b = batch_index(params, work)
         token = work.offset + position

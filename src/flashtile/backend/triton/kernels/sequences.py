@@ -28,7 +28,7 @@ class SeqlenInfo(NamedTuple):
 @triton.jit
 def work_tile(
     program, num_tiles, num_heads, cu_seqlens, seqused, batch, total, origin, PACK_GQA: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_B: tl.constexpr, SHORT: tl.constexpr = False,
 ):  # fmt: skip
     """Find the block of rows of a program. Blocks start at `origin <= 0`; each position has `PACK_GQA` rows.
 
@@ -36,9 +36,13 @@ def work_tile(
     of a causal sequence see the most keys and go first, so that short work fills the end.
 
     Packed: `num_tiles` counts the blocks of all sequences. Tokens that belong to no sequence are one more sequence.
+    `SHORT` programs skip divisions by 1; branches cost others registers (Triton 3.6).
     """
-    tile, head = 0, program
-    if num_tiles > 1:
+    if SHORT:
+        tile, head = 0, program
+        if num_tiles > 1:
+            tile, head = program % num_tiles, program // num_tiles
+    else:
         tile, head = program % num_tiles, program // num_tiles
     if cu_seqlens is None:
         return WorkTile(head // num_heads, head % num_heads, origin + (num_tiles - 1 - tile) * BLOCK, 0, total)
@@ -63,11 +67,14 @@ def work_tile(
 
 
 @triton.jit
-def query_tile(lengths, program, num_heads, PACK_GQA: tl.constexpr, BLOCK: tl.constexpr, BLOCK_B: tl.constexpr):
+def query_tile(
+    lengths, program, num_heads, PACK_GQA: tl.constexpr, BLOCK: tl.constexpr, BLOCK_B: tl.constexpr,
+    SHORT: tl.constexpr = False,
+):  # fmt: skip
     """Find the block of query rows of a program."""
     return work_tile(
         program, lengths.num_tiles, num_heads, lengths.cu_seqlens_q, lengths.seqused_q, lengths.batch, lengths.total_q,
-        0, PACK_GQA, BLOCK, BLOCK_B,
+        0, PACK_GQA, BLOCK, BLOCK_B, SHORT,
     )  # fmt: skip
 
 
