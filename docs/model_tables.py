@@ -9,13 +9,13 @@ from flashtile.bench.store import Store
 from flashtile.report.models import compared, geometric_mean
 from flashtile.report.verdict import Comparison, Verdict, by_group, count, figures, losses_first, worse
 
-COLUMNS = ("call", "shape", "GPU", "flashtile", "best other", "its time / ours")
-STORE = Store(RESULTS / "gpu-models.jsonl")
+COLUMNS = ("call", "shape", "flashtile", "best other", "its time / ours")
+GPU, CPU = (Store(RESULTS / f"{device}-models.jsonl") for device in ("gpu", "cpu"))
 
 
-def stored() -> list[tuple[Cell, Comparison]]:
+def stored(store: Store = GPU) -> list[tuple[Cell, Comparison]]:
     """The comparisons of each stored cell: of the device's time, and of a short call's eager time."""
-    return [(cell, x) for cell, rows in STORE.read().items() for x in compared({cell: rows})]
+    return [(cell, x) for cell, rows in store.read().items() for x in compared({cell: rows})]
 
 
 def model_means() -> str:
@@ -37,20 +37,18 @@ def model_losses() -> str:
     return table([next((cell, x) for cell, x in calls if x is loss) for loss in lost])
 
 
-def model_calls() -> str:
+def model_calls(store: Store = GPU) -> str:
     """All calls by the device's time, losses first."""
-    calls = [(cell, x) for cell, x in stored() if not x.group.endswith("eager")]
+    calls = [(cell, x) for cell, x in stored(store) if not x.group.endswith("eager")]
     ranked = losses_first(x for _, x in calls)
     return table([next((cell, x) for cell, x in calls if x is one) for one in ranked])
 
 
 def table(calls: Sequence[tuple[Cell, Comparison]]) -> str:
-    devices = STORE.devices()
     body = []
     for cell, x in calls:
-        card = devices[cell].split()[1]  # "NVIDIA H100 80GB HBM3"
         other = f"{x.peer} {microseconds(x.other)}"
-        body.append([x.case, shape(cell), card, microseconds(x.own), other, figures(x.ratio)])
+        body.append([x.case.removeprefix("CPU: "), shape(cell), microseconds(x.own), other, figures(x.ratio)])
     return markdown(COLUMNS, body)
 
 
@@ -70,4 +68,15 @@ def microseconds(seconds: float) -> str:
     return f"{seconds * 1e6:,.0f} µs" if seconds >= 1e-4 else f"{seconds * 1e6:.1f} µs"
 
 
-TABLES = {"model_means": model_means, "model_losses": model_losses, "model_calls": model_calls}
+def gpu_models() -> str:
+    """The GPUs of the rows."""
+    return f"Measured on: {', '.join(sorted({*GPU.devices().values()}))}."
+
+
+TABLES = {
+    "model_means": model_means,
+    "model_losses": model_losses,
+    "model_calls": model_calls,
+    "model_gpus": gpu_models,
+    "cpu_model_calls": lambda: model_calls(CPU),
+}

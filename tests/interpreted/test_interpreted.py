@@ -290,7 +290,7 @@ def test_tables_without_entries(packed: bool) -> None:
 
 @pytest.mark.parametrize("chunks", [(64,), (64, 32)])
 def test_hopper_preprocess_and_postprocess(chunks: tuple[int, ...]) -> None:
-    """Preprocess and postprocess. All semaphores are reset, whatever was in memory."""
+    """Preprocess and postprocess. All semaphores and sums of dq are cleared, whatever was in memory."""
     from flashtile.backend.hopper.kernels.postprocess import postprocess_kernel
     from flashtile.backend.hopper.kernels.preprocess import preprocess_kernel
     from flashtile.backend.hopper.tile_config import NUM_WARPGROUPS, HeadDim
@@ -303,6 +303,7 @@ def test_hopper_preprocess_and_postprocess(chunks: tuple[int, ...]) -> None:
     neg_lse_log2, neg_delta = (torch.full((heads, tiles * block), torch.nan) for _ in range(2))
     dq_semaphore = torch.full((heads * tiles, NUM_WARPGROUPS), 7, dtype=torch.int32)
     counts = [torch.full((2,), 7, dtype=torch.int32) for _ in range(2)]  # tile_count_semaphore and that of dq
+    cleared = torch.full((heads * tiles * block, width), torch.nan)
     lengths = {"num_tiles": tiles, "num_heads": heads, "seqlen_q": rows, "batch": batch}
     lengths |= {"HEAD_DIM": HeadDim(chunks, min(chunks)), "ALIGN": 1, "BLOCK_M": block}
     strides = {
@@ -311,9 +312,10 @@ def test_hopper_preprocess_and_postprocess(chunks: tuple[int, ...]) -> None:
     strides |= {"stride_lse_b": lse.stride(0), "stride_lse_h": lse.stride(1)}
     strides |= {f"stride_dlse_{dim}": None for dim in "bhm"}
     preprocess_kernel[(heads * tiles,)](
-        out, dout, lse, None, neg_lse_log2, neg_delta, dq_semaphore, *counts, None, **strides, **lengths,
+        out, dout, lse, None, neg_lse_log2, neg_delta, cleared, dq_semaphore, *counts, None, **strides, **lengths,
         columns=None, dq_parts=1,
     )  # fmt: skip
+    assert not cleared.any()
     assert not dq_semaphore.any()
     assert [x.tolist() for x in counts] == [[0, 7]] * 2
     seen = lse[0].isfinite()

@@ -114,7 +114,7 @@ def test_neighbors_are_tiles() -> None:
     for launch in (SHIPPED, KernelConfig(16, 16, 1, 1), KernelConfig(256, 256, 8, 7)):
         found = list(neighbors(launch))
         assert launch not in found
-        for m, n, warps, stages, of_a_file, _ in found:
+        for m, n, warps, stages, of_a_file, *_ in found:
             assert m in tuned.BLOCKS and n in tuned.BLOCKS and warps in tuned.WARPS and stages in tuned.STAGES  # noqa: PT018
             assert not of_a_file
 

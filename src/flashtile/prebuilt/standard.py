@@ -17,6 +17,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 LEFT_OUT = {  # kernels that are compiled at first use only
     "triton.kernels.dcaptured:dcaptured_kernel": "the gradient of a score_mod's tensors: one kernel for each function",
     "hopper.kernels.distance_table:distance_table_kernel": "is made for each score_mod",
+    "hopper.kernels.visible_blocks:key_summaries_kernel": "is made for each mask function",
 }
 TINY, FEW, SHORT, MIDDLE, LONG, VERY_LONG = 64, 320, 512, 1024, 8192, 2**17  # lengths with different tiles
 PLAIN: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"causal": True, "window": (4095, 0)})
