@@ -36,14 +36,14 @@ right = summands = left
 
 
 def new_probabilities(recorder: Recorder, s: Tensor, sizes: Sizes, dtype: torch.dtype) -> Tensor:
-    """Memory for the probabilities of a block in forward: that of the scores, if it has room for no other dtype."""
+    """Memory for the probabilities of a block in forward: the scores' own if the dtypes agree."""
     return s if s.dtype is dtype else recorder.new(s.new_empty(s.shape, dtype=dtype))
 
 
 def new_weights(
     recorder: Recorder, s: Tensor, dp: Tensor, sizes: Sizes, dtype: torch.dtype, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Memory for probabilities and for gradients of scores in backward; the latter serve sums over rows and keys."""
+    """Memory for probabilities and for gradients of scores in backward; the latter serve sums over rows and over keys."""
     return new_probabilities(recorder, s, sizes, dtype), None, new_probabilities(recorder, dp, sizes, dtype)
 
 

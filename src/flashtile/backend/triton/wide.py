@@ -14,7 +14,7 @@ MOST_KEYS = 2**16  # of a row, which one program reads
 
 
 def is_wide(problem: Problem) -> bool:
-    """Whether PyTorch's matrix products are faster than kernels of one program for each tile."""
+    """Whether heads are so wide, and products so many, that PyTorch's are faster than those of kernels."""
     p = problem
     width = max(p.head_dim, p.head_dim_v)
     wide, many = (WIDE_FLOAT32, MANY_FLOAT32) if p.dtype is torch.float32 else (WIDE_HALF, MANY_HALF)
