@@ -43,7 +43,7 @@ def new_probabilities(recorder: Recorder, s: Tensor, sizes: Sizes, dtype: torch.
 def new_weights(
     recorder: Recorder, s: Tensor, dp: Tensor, sizes: Sizes, dtype: torch.dtype, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Memory for probabilities and for gradients of scores in backward; the latter serve sums over rows and over keys."""
+    """Memory for probabilities and gradients of scores in backward; the latter serve sums over rows and over keys."""
     return new_probabilities(recorder, s, sizes, dtype), None, new_probabilities(recorder, dp, sizes, dtype)
 
 
