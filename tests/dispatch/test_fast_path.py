@@ -18,6 +18,7 @@ from torch.utils._device import DeviceContext
 
 import flashtile
 from flashtile import mask_mods, score_mods
+from flashtile.backend.cpu.blocks import BlockTable
 from flashtile.dispatch import fast_path, operators
 from flashtile.errors import ArgumentError, BackendError
 from flashtile.testing.generate import random_case
@@ -353,6 +354,22 @@ def test_lengths_may_change_between_replays_on_a_cpu(which: str) -> None:
         torch.testing.assert_close(call(lengths, "cpu"), call(lengths, "tiled"), atol=1e-5, rtol=1e-5)
     with pytest.raises(ArgumentError):
         call((5, 2800, 31), "cpu")
+
+
+def test_blocks_of_a_mask_function_follow_the_lengths_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short sequences need no table of blocks; calls of the same layout whose sequences have grown do."""
+    monkeypatch.setattr("flashtile.backend.cpu.blocks.LEAST_WORK", 2**14)
+    (q, _, _), (_, k, v) = inputs(1), inputs(900)
+    mask = flashtile.MaskMod(lambda b, h, i, j: j % 100 < 50)
+    table = mock.patch.object(BlockTable, "entries", autospec=True, side_effect=BlockTable.entries)
+    with table as entries:
+        for length in (5, 5, 5, 900):
+            assert not entries.called
+            used = torch.tensor([length], dtype=torch.int32)
+            out = flashtile.attention_with_kvcache(q, k, v, cache_seqlens=used, mask=mask, backend="cpu")
+            right = flashtile.attention(q, k[:, :, :length], v[:, :, :length], mask=mask, backend="tiled")
+            torch.testing.assert_close(out, right, atol=1e-5, rtol=1e-5)
+        assert entries.called
 
 
 def test_rotary_conventions_do_not_share_a_recording() -> None:

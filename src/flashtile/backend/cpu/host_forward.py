@@ -50,7 +50,7 @@ def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
     lse = q.new_empty(lse_shape(q), dtype=accumulation_dtype(q.dtype))
     launch = forward_launch(plan, call, (q, k, v), out, lse)
     results = run_forward(launch, call, (q, k, v), out, lse)
-    repeats = call.layout == "dense" or launch.blocks is None
+    repeats = call.layout == "dense" or call.settings.mask_mod is None
     return functools.partial(replay_forward, launch) if repeats else None, results
 
 
