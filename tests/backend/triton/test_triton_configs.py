@@ -9,6 +9,7 @@ import torch
 from calls import dense_call
 
 from flashtile.backend.triton import configs, support
+from flashtile.backend.triton import decoding as decode_tiles
 from flashtile.backend.triton.configs import HALF, SMALL
 from flashtile.backend.triton.tile_config import FusedConfig, KernelConfig, TileConfig
 from flashtile.call.call import Features, Needs
@@ -178,6 +179,13 @@ def test_decoding_fills_the_chip(call: tuple[int, ...], expected: tuple[int, ...
     described = decoding(*call)
     assert configs.tile(described, H200).forward == KernelConfig(*expected)
     assert support.num_splits(described, H200) == splits
+
+
+def test_splits_of_long_calls_leave_one_program_to_a_core() -> None:
+    """Also with a tuned tile of two warps, as small tiles of decoding have."""
+    long = replace(problem(), batch=2, seqlen_q=512, num_heads_q=10, num_heads_kv=10)  # 80 programs
+    tile = KernelConfig(128, 64, 2, 3, tuned=True)
+    assert decode_tiles.num_splits(TileConfig(tile, tile, tile), long, H200) == 1
 
 
 def test_blocks_of_keys_are_no_longer_than_pages() -> None:

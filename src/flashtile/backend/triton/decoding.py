@@ -97,9 +97,10 @@ def num_programs(config: KernelConfig, pack_gqa: int, problem: Problem) -> int:
 def num_splits(chosen: TileConfig, problem: Problem, device: Device) -> int:
     """The number of programs that share the keys of a row, so that few rows still fill the chip."""
     programs = num_programs(chosen.forward, chosen.pack_gqa, problem)
-    several = programs_of_core(chosen.forward, problem, device) * device.cores / programs
+    together = programs_of_core(chosen.forward, problem, device)
+    several = together * device.cores / programs
     # Programs are counted for a batch that is rounded up: Whisper's 100 are 160. Small ones fit four on a core.
-    several = round(several) if chosen.forward.num_warps == 2 else int(several)
+    several = round(several) if together > 1 and chosen.forward.num_warps == 2 else int(several)
     wanted = max(device.cores // programs, min(several, FEW_SPLITS))
     most = math.isqrt(problem.seqlen_k) // 4  # merging takes time for each split: 16 are best for 4096 keys of one row
     return max(1, min(wanted, problem.seqlen_k // MIN_SPLIT_KEYS, most))
