@@ -22,7 +22,7 @@ except ImportError:  # pytest imports the tests as modules of their own
     from seeded_bugs import Bug, planted
 
 import flashtile
-from flashtile.backend.cpu import host_backward, host_forward, jit
+from flashtile.backend.cpu import host_backward, host_forward, jit, targets
 from flashtile.dispatch import fast_path
 from flashtile.testing.case import Case, MaskFunction, ScoreFunction
 from flashtile.testing.mask_functions import causal_by_head
@@ -91,6 +91,11 @@ def wrong_long_sum() -> str | None:
 def call(make: Callable[..., Case], **keywords: Any) -> Check:
     """The check of the call `make(**keywords)`."""
     return functools.partial(wrong_result, functools.partial(make, **keywords))
+
+
+def narrow_panel_case() -> Case:
+    """Rows that fill one vector, whatever its width, and one row more."""
+    return forward_case(num_heads_kv=2, seqlen_q=targets.host().vector_bytes // 4 + 1)
 
 
 def score_mod_case() -> Case:
@@ -248,7 +253,7 @@ CPU_BUGS = (
             "(num_valid <= panel.vectors",
             "(num_valid - 1 <= panel.vectors",
         ),
-        call(forward_case, num_heads_kv=2, seqlen_q=17),
+        call(narrow_panel_case),
     ),
     CpuBug(
         Bug("dbias overwritten", "kernels.dbias", "dbias[at] = dbias[at] + x", "dbias[at] = x"),
