@@ -152,7 +152,7 @@ def _rows_in_order(batch: int, device: torch.device) -> Tensor:
         made = persistent(device, lambda: torch.arange(count, device=device, dtype=torch.int32))
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # a graph may run on any stream
-        _numbers[count, device] = made
+        _numbers.setdefault((count, device), made)  # never replaced by another thread's
     return _numbers[count, device][:batch, None]
 
 
