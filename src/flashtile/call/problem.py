@@ -14,7 +14,7 @@ from .window import Window
 OCTET = 8  # keys of a row that share a counter of dropout's random numbers
 SHORT_ROWS = range(17, 2049)  # of calls whose time depends on how their lengths divide into tiles
 FINE = 64  # rows and keys of these calls that one plan serves: a warpgroup's rows on Hopper
-FINER = 32  # the same up to eight times as many
+FINER = 32  # the same of lengths up to 8 * FINE
 LONGEST = 2**30  # for kernels whose positions are 32-bit integers, and sums of two of them must be
 
 

@@ -24,8 +24,8 @@ def is_wide(problem: Problem) -> bool:
 
 
 def takes_products(problem: Problem, device: Device) -> bool:
-    """Whether PyTorch multiplies, and this backend's kernels do the rest (`host_products`): without features, and where
-    six products of bfloat16 numbers take less time than one of float32.
+    """Whether PyTorch multiplies, and this backend's kernels do the rest (`host_products`): without features, and on
+    Hopper, where six products of bfloat16 numbers take less time than one of float32.
     """
     p = problem
     plain = (

@@ -95,7 +95,7 @@ class ForwardKernel(Kernel):
             carry(code, w.l + rows, w.total_l + rows, code.index(n), last, w.alpha.vector(n))
         self.carry_output(p, last)
 
-    # Overridden by the decode variant ---------------------------------------------------------------------------------
+    # Overridden by other accumulators and by decoding -----------------------------------------------------------------
 
     def load_queries(self, p: Value) -> None:
         a, w, depth, rows = self.a, self.w, self.a.integer("head_dim"), p * self.panel.rows

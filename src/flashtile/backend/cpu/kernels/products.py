@@ -109,7 +109,7 @@ def emit_values(code: Code, widest: Panel) -> None:
 
 
 def strip_sizes(code: Code) -> tuple[int, ...]:
-    """Widths of the `accumulate` microkernels, in vectors of features, as registers allow."""
+    """Widths of microkernels whose lanes are features, in vectors, as registers allow."""
     return tuple(n for n in (4, 2, 1) if n <= code.target.vectors)
 
 

@@ -19,8 +19,8 @@ from .tiles import num_valid_rows
 
 def emit_row_values(code: Code, dtype: str, group_sizes: tuple[int, ...], keys_ahead: int = 0) -> None:
     """`row_values_R_N(p, pitch, v, stride, count, out, width, alpha)`: `out[r] = alpha[r] out[r] + sum_j p[j, r] v[j]`
-    for R rows and N vectors of features. `pitch` is the distance between keys in `p`.
-    Values are prefetched `keys_ahead` keys ahead, or not at all.
+    for R rows and N vectors of features. `pitch` is the distance between keys in `p`. Values are prefetched
+    `keys_ahead` keys ahead, or not at all.
     """
     for rows, strip in itertools.product(group_sizes, strip_sizes(code)):
         kinds = (ADDRESS, LONG, ADDRESS, LONG, LONG, ADDRESS, LONG, ADDRESS)
