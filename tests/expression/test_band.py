@@ -13,6 +13,8 @@ from torch import Tensor
 import flashtile
 from flashtile import MaskMod, mask_mods
 from flashtile.api.explain import described_call
+from flashtile.api.normalize import normalize
+from flashtile.distributed.inputs import DEFAULTS, normalized
 from flashtile.expression import Formula, mask_mod_formula, mask_mod_function
 from flashtile.expression.band import split
 from flashtile.expression.blocks import has_classes
@@ -146,6 +148,17 @@ def test_packed_sequences() -> None:
         dense = mask_mod_function(mask.key)(b, b * 0, i, j, *mask.tensors).expand(2, 1, 12, 14)
         expected = flashtile.attention_varlen(q, k, k, *offsets, mask=dense, max_seqlen_q=12, max_seqlen_k=14)
         torch.testing.assert_close(flashtile.attention_varlen(q, k, k, *offsets, mask=mask), expected)
+
+
+def test_a_rank_of_a_sharded_call_keeps_the_function() -> None:
+    """Also after a call with tensors of the same layouts and all positions, and before it."""
+    mask, (q, k) = mask_mods.window(3, 0), (torch.randn(1, 2, n, 16) for n in (4, 8))
+    tensors = {"q": q, "k": k, "v": k, "mask": mask, "bias": None, "alibi_slopes": None, "sinks": None}
+    for _ in range(2):
+        of_rank = normalized(tensors, DEFAULTS).settings
+        assert (of_rank.window_left, of_rank.window_right, of_rank.mask_mod) == (None, None, mask.key)
+        whole = normalize("attention", dict(tensors), num_splits=None, **DEFAULTS).settings
+        assert (whole.window_left, whole.window_right, whole.mask_mod) == (7, -4, None)
 
 
 def test_documents_have_classes() -> None:
