@@ -207,6 +207,17 @@ def constant_result(function: Function) -> Function:
     return function
 
 
+def known_equal(a: int, b: int) -> bool:
+    """Whether sizes are equal. Symbols of a trace are if that follows from what is known of them: no guard is added,
+    which would make a graph, or an exported program, one for equal or for other sizes only.
+    """
+    if not torch.compiler.is_compiling():
+        return a == b
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(a == b)
+
+
 def real_object(x: Any) -> Any:
     """The object that Dynamo passes to such a function in a wrapper (PyTorch 2.13)."""
     return getattr(x, "real_obj", x)

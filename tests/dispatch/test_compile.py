@@ -288,3 +288,21 @@ def test_export() -> None:
     assert sum("flashtile.attention_forward" in str(node.target) for node in exported.graph.nodes) == 1
     longer = tuple(x.detach() for x in dense_leaves(SQ, SK + 11))
     assert torch.equal(exported.module()(*longer), Block()(*longer))
+
+
+def test_export_of_a_causal_mask_function() -> None:
+    """One program for equal and different numbers of rows and keys."""
+    mask = flashtile.mask_mods.causal()
+
+    class Block(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return flashtile.attention(q, k, v, mask=mask)
+
+    rows, keys = (torch.export.Dim(name, min=2, max=4096) for name in ("rows", "keys"))
+    shapes = ({2: rows}, {2: keys}, {2: keys})
+    for seqlen_k in (SQ, SQ + 11):
+        inputs = tuple(x.detach() for x in dense_leaves(SQ, seqlen_k))
+        exported = torch.export.export(Block(), inputs, dynamic_shapes=shapes, strict=False)
+        for lengths in ((SQ, SQ), (SQ, SQ + 11), (SQ + 11, SQ)):
+            others = tuple(x.detach() for x in dense_leaves(*lengths))
+            torch.testing.assert_close(exported.module()(*others), Block()(*others))
