@@ -318,6 +318,46 @@ def test_lists_and_bits_are_the_mask(name: str) -> None:
     assert torch.equal(mask_of_lists(of_keys, 64, 211, 203) & in_window.mT, visible.mT)
 
 
+def test_a_queue_of_entries_belongs_to_one_call() -> None:
+    """Two calls on one stream at the same time, and one that ends between the kernels that fill and empty a queue."""
+    mod = mask_mods.document(SORTED)
+    q, k = torch.empty(2, 1, 203, 64, dtype=torch.bfloat16), torch.empty(2, 1, 211, 64, dtype=torch.bfloat16)
+    call = described_call(q, k, k, None, None, {"mask": mod})
+    visible = SORTED[:, :203, None] == SORTED[:, None, :211]
+    lists, listed, semaphores = (
+        importlib.import_module(f"{emulated_kernels().__package__}.{x}")
+        for x in ("block_lists", "listed", "semaphores")
+    )
+    pair_bits = lists.pair_bits
+
+    def found() -> dict[str, Tensor]:
+        recorder = Recorder(call.inputs)
+        own = call._replace(tensors=Tensors.from_flat(recorder.inputs))
+        return lists.row_lists(recorder, own, 128, 32, None)[0]  # type: ignore[no-any-return]
+
+    def other_call_first(*arguments: Any) -> Tensor:
+        with mock.patch.object(lists, "pair_bits", pair_bits):
+            others.append(found())
+        return pair_bits(*arguments)  # type: ignore[no-any-return]
+
+    others: list[dict[str, Tensor]] = []
+    on_a_stream = {"is_shared": lambda _: True, "current_stream_key": lambda: (0, 0), "entry_queues": {}}
+    with (
+        mock.patch.object(listed, "LEAST_PAIRS", 0),
+        mock.patch.multiple(semaphores, **on_a_stream),
+        emulated(),
+        poisoned_allocation(),
+    ):
+        results = [found()]
+        with mock.patch.object(lists, "pair_bits", side_effect=other_call_first):
+            results += [found(), *others]
+        with mock.patch.object(lists, "pair_bits", side_effect=MemoryError), pytest.raises(MemoryError):
+            found()
+        results.append(found())
+        assert len(semaphores.entry_queues) == 1
+    assert all(torch.equal(mask_of_lists(x, 32, 203, 211), visible) for x in results)
+
+
 def mask_of_lists(pointers: dict[str, Tensor], width: int, lines: int, columns: int) -> Tensor:
     """The pairs that lists and bits show, of lines and columns `[2, lines, columns]`."""
     lists, bits = pointers["lists"][0, :, 0], pointers["mask_bits"]

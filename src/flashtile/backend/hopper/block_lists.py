@@ -22,7 +22,7 @@ from ..scalars import window_numbers
 from .formulas import DeviceFunction, launch_with, summaries_function, visibility_function
 from .listed import has_lists, has_pair_bits
 from .pair_bits import EntryQueue, broadcast_strides, pair_bits
-from .semaphores import entry_queue_semaphore
+from .semaphores import take_entry_queue_semaphore
 from .tile_config import PairBitsConfig, VisibleBlocksConfig
 
 POSITIONS = 8192  # of keys that a program looks at together
@@ -98,7 +98,7 @@ def new_queue(recorder: Recorder, call: Call, entries: int) -> EntryQueue | None
     if not has_pair_bits(call):
         return None
     places = recorder.new(q.new_empty(entries, dtype=torch.int64))
-    return EntryQueue(places, recorder.op(partial(entry_queue_semaphore, q.device)))
+    return EntryQueue(places, recorder.op(partial(take_entry_queue_semaphore, q.device)))
 
 
 def queue_pointers(queue: EntryQueue | None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from ..gpu.kernel import Kernel
 from ..gpu.pointers import Described, Pointers
 from ..gpu.replay import Recorder
 from .formulas import launch_with, pair_function
+from .semaphores import return_entry_queue_semaphore
 from .tile_config import MMA_M, PairBitsConfig
 
 WORDS = 4  # of a line and a block
@@ -25,7 +26,7 @@ class EntryQueue(NamedTuple):
     """A queue of entries of lists, which kernels of lists fill and that of bits empties."""
 
     queue: Tensor  # int64: the entry, times 2**32, and its place in lists
-    queue_size: Tensor  # `semaphores.entry_queue_semaphore`
+    queue_size: Tensor  # `semaphores.take_entry_queue_semaphore`
 
 
 def pair_bits(recorder: Recorder, call: Call, lists: Tensor, queue: EntryQueue, config: PairBitsConfig) -> Tensor:
@@ -53,6 +54,7 @@ def pair_bits(recorder: Recorder, call: Call, lists: Tensor, queue: EntryQueue, 
     else:
         function = pair_function(formula, any(needs_wide_offsets(x) for x in t.score_mod_tensors))
         launch_with(recorder, call, PAIR_BITS, pointers | {"mask": None}, grid, scalars | NO_STRIDES, function)
+    recorder.effect(return_entry_queue_semaphore, queue.queue_size)
     return bits
 
 

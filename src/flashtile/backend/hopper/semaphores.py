@@ -9,7 +9,8 @@ from ...remember import remember
 
 MAX_SEMAPHORES = 256
 
-semaphores: dict[tuple[int, int, int], Tensor] = {}  # by device, stream and size
+tile_counts: dict[tuple[int, int], Tensor] = {}  # by device and stream
+entry_queues: dict[tuple[int, int], Tensor] = {}  # those that no call uses
 
 
 def tile_count_semaphore(device: torch.device, packed: bool) -> Tensor:
@@ -18,20 +19,37 @@ def tile_count_semaphore(device: torch.device, packed: bool) -> Tensor:
     Dense launches reset it on exit and share one for each stream. Packed launches, which do not reset it, and captured
     graphs, which may run at the same time as other launches, get their own.
     """
-    return zeros(device, 1, own=packed)
-
-
-def entry_queue_semaphore(device: torch.device) -> Tensor:
-    """The number of entries in a queue, and that of programs which are done with it (`kernels.pair_bits`)."""
-    return zeros(device, 2)
-
-
-def zeros(device: torch.device, count: int, *, own: bool = False) -> Tensor:
-    """Zeros of the current stream, which only kernels that reset them share."""
-    if own or device.type != "cuda" or is_capturing():
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    index = current_device()
-    key = (index, current_raw_stream(index), count)
-    if (cached := semaphores.get(key)) is not None:
+    if packed or not is_shared(device):
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = current_stream_key()
+    if (cached := tile_counts.get(key)) is not None:
         return cached
-    return remember(semaphores, key, persistent_zeros(device, count), MAX_SEMAPHORES)
+    return remember(tile_counts, key, persistent_zeros(device, 1), MAX_SEMAPHORES)
+
+
+def take_entry_queue_semaphore(device: torch.device) -> Tensor:
+    """The number of entries in a queue, and that of programs which are done with it (`kernels.pair_bits`).
+
+    One kernel fills a queue and another one empties it. Between their launches another thread may launch kernels on the
+    same stream, and an error may end the call. So a call has the semaphore alone until it returns it.
+    """
+    if not is_shared(device):
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    cached = entry_queues.pop(current_stream_key(), None)
+    return persistent_zeros(device, 2) if cached is None else cached
+
+
+def return_entry_queue_semaphore(semaphore: Tensor) -> None:
+    """Let later calls on the stream use the semaphore, after the launch that resets it."""
+    if is_shared(semaphore.device):
+        remember(entry_queues, current_stream_key(), semaphore, MAX_SEMAPHORES)
+
+
+def is_shared(device: torch.device) -> bool:
+    """Whether launches of one stream may share semaphores."""
+    return device.type == "cuda" and not is_capturing()
+
+
+def current_stream_key() -> tuple[int, int]:
+    index = current_device()
+    return index, current_raw_stream(index)
