@@ -47,13 +47,15 @@ def time(problem: Problem, device: Device, timed: TimedConfig) -> float:
     times = [
         tile_time(problem, timed, n * config.block_m, rows, keys) for n in range(blocks - 1, -1, -blocks // COUNTED)
     ]
-    total, longest = sum(times) / len(times) * tiles, max(times)
+    longest = max(times)
+    count = sum(x / longest for x in times) / len(times) * tiles  # in units of the longest: exact where all are alike
+    total = count * longest
     if not problem.window.unlimited:
         busiest = max(total, longest * waves(min(config.programs_per_core, tiles), config))
     elif tiles < 1 and keys >= MIN_SPLIT_KEYS:
         busiest = total
     else:  # tiles are nearly alike, and the last ones leave cores idle
-        busiest = min(waves(total / longest, config) * longest, total + min(times))
+        busiest = min(waves(count, config) * longest, total + min(times))
     return max(busiest, BYTES / PAIRS[config.head_dim.width] * bytes_per_core(problem, device, rows, keys))
 
 
