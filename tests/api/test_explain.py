@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -16,7 +17,10 @@ from hypothesis import strategies as st
 
 import flashtile
 from flashtile import ArgumentError, BackendError
+from flashtile.api.explain import described_call
+from flashtile.api.mask_blocks import mask_blocks
 from flashtile.backend import rates
+from flashtile.call.problem import Problem
 from flashtile.call.window import Window, visible_pairs
 
 ARGUMENTS = dense_case().arguments  # 2 sequences, 2 heads on 1, 7 rows, 9 keys, head_dim 8
@@ -131,3 +135,28 @@ def test_blocks_of_a_mask() -> None:
         assert f"{6 * numbers[0]} hidden, {6 * numbers[1]} partial, {6 * numbers[2]} full" in str(found)
     assert flashtile.explain(q, k, k).mask_blocks is None
     assert flashtile.explain(q[:, :, :0], k, k, mask=torch.ones(1, 1, 0, 500).bool()).mask_blocks is None
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_blocks_of_a_window(seed: int) -> None:
+    """As counted from pairs, also where both sides together hide all, and with a mask that hides none."""
+    draw = random.Random(seed)
+    rows, keys = (draw.choice([1, 128, 129, 300, 513]) for _ in range(2))
+    left = draw.choice([None, draw.randint(-200, 300)])
+    right = draw.choice([None, draw.randint(-200, 300), -1 - (left or 0)])
+    q, k = (torch.empty(1, 2, n, 8) for n in (rows, keys))
+    call = described_call(q, k, k, None, None, {
+        "window": flashtile.ExactWindow(left, right),
+        "causal": draw.choice([False, True, "top_left"]),
+        "mask": draw.choice([None, torch.ones(1, 1, rows, keys, dtype=torch.bool)]),
+    })  # fmt: skip
+    window, distance = Problem.describe(call).window, torch.arange(keys) - torch.arange(rows)[:, None]
+    visible = torch.ones(rows, keys, dtype=torch.bool)
+    visible &= True if window.left is None else distance >= keys - rows - window.left
+    visible &= True if window.right is None else distance <= keys - rows + window.right
+    visible &= distance <= 0 if window.top_left else True
+    blocks = [y for x in visible.split(128) for y in x.split(128, 1)]
+    hidden, full = (2 * sum(bool(x.all()) for x in found) for found in ([~y for y in blocks], blocks))
+    numbers = {"hidden": hidden, "partial": 2 * len(blocks) - hidden - full, "full": full}
+    unlimited = window.unlimited and call.tensors.mask is None
+    assert mask_blocks(call, Problem.describe(call)) == (None if unlimited else numbers)

@@ -20,7 +20,7 @@ from offline.launches import Launch, hopper_launches_of
 
 from flashtile import MaskMod
 from flashtile.api.explain import described_call
-from flashtile.backend.hopper import float32, listed, support, tables
+from flashtile.backend.hopper import float32, listed, support, tables, tile_times
 from flashtile.backend.hopper.bias_tiles import forward_tiles
 from flashtile.backend.hopper.tables import ONE_WARPGROUP, THREE_WARPGROUPS, TWO_WARPGROUPS
 from flashtile.call.call import Features, Needs
@@ -256,6 +256,16 @@ def test_dense_calls_take_the_fastest_tiles(
     with mock.patch.object(tables, "compiler_version", return_value=tables.NEWEST_3WG):
         forward = support.tile(Problem.describe(call).bucketed(), H200).forward
     assert (forward.block_m, forward.block_n) == tile
+
+
+def test_tiles_that_are_alike_fill_whole_waves() -> None:
+    """11 x 132 tiles on 132 cores take the time of 11, whatever the rounding of sums."""
+    [timed] = [x for x in tables.TIMED[96, 96] if x.config is TWO_WARPGROUPS[96, 96]]
+    for blocks in range(11, 16):
+        rows = blocks * timed.config.block_m
+        q = torch.empty(2, 66, rows, 88, dtype=torch.bfloat16, device="meta")
+        p = Problem.describe(described_call(q, q, q, None, None, {}))
+        assert tile_times.time(p, H200, timed) == blocks * tile_times.tile_time(p, timed, 0, rows, rows)
 
 
 def test_factors_and_padding_take_three_warpgroups() -> None:
