@@ -85,7 +85,7 @@ def normalize(
         settings = settings_of(function, q.shape[-1], *scalars)
         if settings.dropout_p > 0:
             tensors["dropout_seed"] = dropout_seed = seed_of(function, dropout_seed, q.device)
-        what = (function, whole, settings, rotary, functions.keys)
+        what = (function, settings, rotary, functions.keys, whole)
         entry = fast_path.find(what, q, (*tensors.values(), *of_cache, *functions.tensors))
         if entry is not None and entry.settings is not None:
             call_tensors = Tensors(**tensors, score_mod_tensors=functions.tensors)
