@@ -1,4 +1,4 @@
-"""Time the kernels of a call with a mask one by one: those that find the mask's blocks and pairs, beside attention's:
+"""Time each kernel of a call with a mask: attention's, and those that find the mask's blocks and pairs:
 
     python benchmarks/mask_kernels.py --store FILE.jsonl --processes 8
 

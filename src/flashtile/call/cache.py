@@ -74,7 +74,7 @@ def paged_call(call: Call, cache: CacheTensors) -> Call:
     if settings is None:
         check_cache(cache, features)
         if cache.k is not None:
-            check_apart(set() if entry is None else entry.apart, cache.k_cache, cache.v_cache)
+            check_apart(entry, cache.k_cache, cache.v_cache)
     k_pages, v_pages, table = as_pages(cache, cache.cache_seqlens.shape[0])
     if settings is None:
         settings = call.settings._replace(max_seqlen_k=table.shape[1] * k_pages.shape[1])

@@ -1,5 +1,7 @@
 """Every test of what only a KV-cache call has: shapes, dtypes, devices, memory and, on a CPU, the values of indices."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -63,10 +65,11 @@ def check_positions(cache: CacheTensors, features: Tensors, lengths: list[int]) 
         raise ArgumentError("rotary_cos", cache.rotary_cos, accepted, EXAMPLE)
 
 
-def check_apart(apart: set[int], k: Tensor, v: Tensor) -> None:
-    """Whether new keys and values can be written into the caches without changing others. `apart` has distances between
-    caches of these layouts that do not overlap.
+def check_apart(entry: Any, k: Tensor, v: Tensor) -> None:
+    """Whether new keys and values can be written into the caches without changing others. The entry of the call, or
+    `None`, has distances between caches of these layouts that do not overlap.
     """
+    apart: set[int] = set() if entry is None else entry.apart
     distance = v.data_ptr() - k.data_ptr()
     if distance in apart:
         return

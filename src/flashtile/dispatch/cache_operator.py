@@ -97,7 +97,7 @@ def run_with_cache(call: CacheCall) -> tuple[Tensor, Tensor]:
     """The operator's own work."""
     call.entry = call.entry or fast_path.find_call(call)
     if call.entry is not None and call.entry.paged is not None and call.cache.k is not None:
-        check_apart(call.entry.apart, call.cache.k_cache, call.cache.v_cache)  # else the checks of a new layout do
+        check_apart(call.entry, call.cache.k_cache, call.cache.v_cache)  # else the checks of a new layout do
     return run_forward(call)
 
 

@@ -95,11 +95,11 @@ class Repeated:
 
     def forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """`out` and `lse`, and perhaps what is kept for backward."""
+        inputs = self.flat((*tensors, None))
         if self.appends:
-            inputs = self.flat((*tensors, None))
-            check_apart(self.entry.apart, *(inputs[n] for n in CACHES))
+            check_apart(self.entry, *(inputs[n] for n in CACHES))
         if self.recording is not None:
-            return self.recording(self.flat((*tensors, None)))
+            return self.recording(inputs)
         call = self.call(tensors, is_plain_eager=True)
         results = fast_path.forward(call, operators.inside_operator)
         return results if call.kept is None else (*results, call.kept)

@@ -72,7 +72,7 @@ def normalized(tensors: dict[str, Any], cache: CacheTensors, keywords: dict[str,
     refuse_derivatives(call.tensors[:-1], cache)
     check.memory(cache._asdict(), "paged")
     if cache.k is not None:
-        check_apart(set() if call.entry is None else call.entry.apart, cache.k_cache, cache.v_cache)
+        check_apart(call.entry, cache.k_cache, cache.v_cache)
     q = call.tensors.q
     if torch.is_autocast_enabled(q.device.type):
         k, v = (None if x is None else x.to(q.dtype) for x in (cache.k, cache.v))
