@@ -5,6 +5,7 @@ finite. Memory that the library may get for its result is filled with NaN first,
 """
 
 from dataclasses import dataclass, replace
+from math import isqrt
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from .parts import SOLVED_PAIRS, cotangent, cut, pairs, parts, pick
 from .providers import Prepared, Provider
 
 SPOILT_BUFFERS = 4
-SHORTENED = 256  # rows and keys of a problem with dropout that is too large to solve
+SHORTENED = 256  # most rows and keys of a problem with dropout that is too large to solve
 GRADIENTS = ("dq", "dk", "dv")
 
 
@@ -48,7 +49,8 @@ class Checker:
         if pairs(self.case) <= SOLVED_PAIRS:
             return self.compared(self.case, prepared)
         short = shortened(self.case)
-        return self.noted(self.compared(short, provider.prepare(short, decode)), f"of {SHORTENED} rows and keys")
+        rows = short.arguments["q"].shape[2]
+        return self.noted(self.compared(short, provider.prepare(short, decode)), f"of {rows} rows and keys")
 
     def noted(self, verdict: Verdict, words: str) -> Verdict:
         return replace(verdict, what=f"{verdict.what}, {words}")
@@ -108,14 +110,15 @@ def without_dropout(case: Case) -> Case:
 
 
 def shortened(case: Case) -> Case:
-    """The first sequence's first rows and keys, as a call of its own."""
+    """The first sequence's first rows and keys, as many as the oracle solves at a time, as a call of its own."""
     if case.function != "attention":
         raise ValueError("dropout over packed sequences is checked only where they are short")
     arguments = dict(case.arguments)
-    rows = {name: x[:1, :, :SHORTENED] for name, x in arguments.items() if name in ("q", "k", "v")}
+    size = min(SHORTENED, isqrt(SOLVED_PAIRS // arguments["q"].shape[1]))
+    rows = {name: x[:1, :, :size] for name, x in arguments.items() if name in ("q", "k", "v")}
     for name in ("bias", "mask"):
         if arguments.get(name) is not None:
-            cuts = (slice(0, 1), slice(None), slice(0, SHORTENED), slice(0, SHORTENED))
+            cuts = (slice(0, 1), slice(None), slice(0, size), slice(0, size))
             rows[name] = arguments[name][cuts]
-    dout = None if case.dout is None else case.dout[:1, :, :SHORTENED]
+    dout = None if case.dout is None else case.dout[:1, :, :size]
     return replace(case, arguments=arguments | rows, dout=dout, description=case.description + " shortened")
