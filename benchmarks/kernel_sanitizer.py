@@ -22,6 +22,8 @@ import flashtile
 
 FOUND = 9  # exit status where a tool finds something
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
+PLACE = re.compile(r" at (\w+)\+0x[0-9a-f]+(?: in (\S+))?")  # a kernel, and a line of its source if it is ours
+MOST_FINDINGS = 100_000
 
 
 def rows(batch: int, heads: int, seqlen: int, width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -94,16 +96,17 @@ GROUPS: dict[str, Callable[[], None]] = {x.__name__: x for x in (widths, groups,
 
 
 def checked(tool: str, group: str, sanitizer: str) -> dict[str, Any]:
-    """Errors that a tool reports for a group, `None` where it did not finish; its words unless there are none."""
+    """Errors that a tool reports for a group and the lines that they name, or its words where it did not finish."""
     run = [sys.executable, __file__, "--run", group]
     subprocess.run(run, capture_output=True)
-    done = subprocess.run(
-        [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), *run], capture_output=True, text=True
-    )
+    options = ["--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", str(MOST_FINDINGS)]
+    done = subprocess.run([sanitizer, *options, *run], capture_output=True, text=True)
     text = done.stdout + done.stderr
     found = SUMMARY.findall(text)
     errors = int(found[-1]) if found and done.returncode in (0, FOUND) else None
-    return {"tool": tool, "group": group, "errors": errors, "words": "" if errors == 0 else text[:1500] + text[-1500:]}
+    places = sorted({" ".join(filter(None, place)) for place in PLACE.findall(text)})
+    words = text[:1500] + text[-1500:] if errors is None else ""
+    return {"tool": tool, "group": group, "errors": errors, "places": places, "words": words}
 
 
 def main() -> int:
