@@ -53,6 +53,7 @@ SPLIT_BACKWARD_SPILL = {("causal", 160, SHORT): 4}  # others: 0
 # Measured, with Triton 3.6 and with 3.9: mostly numbers of the tile (docs/design/hopper-float32.md).
 FLOAT32_SPILL = {"float32_forward": (320, 850), "dq": (64, 200), "dkdv": (32, 500)}
 NEWER_TRITON_SPILL = 32  # most bytes of a thread in forward
+NEWER_TRITON_SPLIT_SPILL, NEWER_TRITON_LOADS = 16, 1  # in dq and dkdv; of spilled numbers in a step of forward
 ONE_OF_EACH = (  # problem, kernel, most spilled bytes of a thread
     (("full", 64, SHORT), "forward", NEWER_TRITON_SPILL), (("full", 64, SHORT), "backward", BACKWARD_SPILL),
     (("full", (192, 128), SHORT), "dq", 0), (("full", (192, 128), SHORT), "dkdv", 0),
@@ -432,7 +433,11 @@ def test_split_backward_compiles_for_hopper(family: tuple) -> None:
     for kernel in (dq, dkdv):
         assert kernel.shared <= SHARED_MEMORY
         assert kernel.spilled is not None
-        assert kernel.spilled <= SPLIT_BACKWARD_SPILL.get(family, 0)
+        assert kernel.spilled <= (
+            SPLIT_BACKWARD_SPILL.get(family, 0)
+            if support.triton_version() == support.OLDEST
+            else NEWER_TRITON_SPLIT_SPILL
+        )
         assert not kernel.serialized
         assert not kernel.unset
     values = len(launch_of(family, "dq").arguments["CONFIG"].head_dim_v.chunks)
@@ -480,7 +485,7 @@ def test_overlap_of_forward(family: tuple) -> None:
     branch of its own.
     """
     config = launch_of(family, "forward").arguments["CONFIG"]
-    loops = inner_loops(compiled(family, "forward").sass)
+    loops = inner_loops(compiled(family, "forward").sass, first=("HGMMA", "LDL"))
     assert len(loops) == config.num_warpgroups  # one for each warpgroup
     for order in loops:
         waits, exponentials, maxima, products, votes, rescaling = (
@@ -490,7 +495,8 @@ def test_overlap_of_forward(family: tuple) -> None:
         # Waits: the scores, with the products of all chunks of values in flight; then these.
         assert [order[n][-1] for n in waits] == [str(len(config.head_dim_v.chunks)), "0"]
         assert products[-1] < waits[0] < maxima[0]
-        assert not {"STL", "LDL"} & set(order)
+        assert "STL" not in order
+        assert order.count("LDL") <= (0 if support.triton_version() == support.OLDEST else NEWER_TRITON_LOADS)
         [vote] = votes
         assert vote < waits[1]
         branch = order.index("BRA", vote)
