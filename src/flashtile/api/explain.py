@@ -14,7 +14,7 @@ from ..call.features import DENSE, VARLEN
 from ..call.plan import Plan
 from ..call.problem import Problem
 from ..call.window import visible_pairs
-from ..dispatch.launches import launches_of
+from ..dispatch.launches import launches_of, tiles_of
 from ..dispatch.planner import plan
 from ..errors import BackendError
 from .mask_blocks import in_words as blocks_in_words
@@ -33,7 +33,7 @@ class Explanation:
         problem: the call in words.
         device: its name.
         backend: the backend of the forward pass.
-        tile: the shape of its tiles, in words.
+        tile: the shape of its tiles, in words; also of those of backward, if that is in the same backend.
         why_not: the backends asked before, and the reason each declined.
         backward: the backend of the backward pass, or "none".
         backward_tile: the shape of its tiles.
@@ -134,6 +134,7 @@ def explain(
     chosen = plan(problem, q.device, call.settings.backend)
     needs = needs_of(call)
     backward = backward_plan(problem, q.device, call.settings.backend, needs)
+    tile, backward_tile = tiles_in_words(call, chosen, backward, needs)
     pairs = pairs_of(call, problem)
     flops = forward_flops(pairs, problem.head_dim, problem.head_dim_v)
     inputs = sum(x.numel() * x.element_size() for x in call.tensors.flat() if x is not None)
@@ -145,10 +146,10 @@ def explain(
         problem=in_words(problem),
         device=describe_device(q.device).name,
         backend=chosen.backend,
-        tile=tile_in_words(chosen),
+        tile=tile,
         why_not=dict(chosen.why),
         backward="none" if backward is None else backward.backend,
-        backward_tile="" if backward is None else tile_in_words(backward),
+        backward_tile=backward_tile,
         backward_rest={} if backward is None else rest_in_words(backward),
         kernels=kernels_in_words(call, chosen, None if backward is None else (backward, needs)),
         visible_pairs=pairs,
@@ -255,5 +256,14 @@ def rest_in_words(backward: Plan) -> dict[str, str]:
     return {name: backward.rest.plan.backend for name, needed in needs.items() if needed}
 
 
-def tile_in_words(chosen: Plan) -> str:
-    return ", ".join(f"{name} {n}" for name, n in chosen.tile._asdict().items() if n is not None)
+def tiles_in_words(call: Call, forward: Plan, backward: Plan | None, needs: Needs) -> tuple[str, str]:
+    """The tiles of the forward pass, with those of backward if one backend has both, and those of backward."""
+
+    def words(tiles: dict[str, Any]) -> str:
+        return ", ".join(f"{name} {x}" for name, x in tiles.items() if x is not None)
+
+    tiles = tiles_of(forward, call)
+    if backward is None:
+        return words(tiles), ""
+    others = tiles_of(backward, call, needs if backward.rest is None else backward.rest.own)
+    return words(tiles | others if backward.backend == forward.backend else tiles), words(others)

@@ -1,6 +1,7 @@
-"""The kernel launches of a call, collected without running it."""
+"""The kernel launches of a call and their tiles, without running it."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from ..call.call import Call, Needs, Tensors
 from ..call.memory import address
 from ..call.plan import Plan
 from .passes import function_of
+from .planner import SUPPORT
 
 ADDRESS_BITS = 40  # between the addresses of two tensors
 ALIGNMENT = 16  # bytes up to which kernels depend on an address
@@ -27,6 +29,16 @@ def launches_of(call: Call, plan: Plan, backward: tuple[Plan, Needs] | None = No
             dout = torch.empty_like(out)
             function_of(backward_plan, "backward")(backward_plan, call, needs, out, lse, dout, None)
     return launches
+
+
+def tiles_of(plan: Plan, call: Call, needs: Needs | None = None) -> dict[str, Any]:
+    """The tiles of a call's forward pass by `plan` or, with `needs`, of its backward pass, by name: those of the plan,
+    which has several calls, unless the backend chooses among them.
+    """
+    tiles = getattr(SUPPORT[plan.backend], "tiles", None)
+    if tiles is None:
+        return plan.tile._asdict()  # type: ignore[no-any-return]
+    return tiles(plan, without_memory(call), needs)  # type: ignore[no-any-return]
 
 
 def without_memory(call: Call) -> Call:

@@ -50,6 +50,15 @@ def forward_config(plan: Plan, call: Call) -> ForwardConfig | Float32Forward:
     return plan.tile.forward.with_splits((call.settings.num_splits or plan.num_splits) if dense else 1)
 
 
+def called_forward(plan: Plan, call: Call) -> ForwardConfig | Float32Forward:
+    """The configuration of the kernel that a call runs, where it is not that of its plan, which has several calls."""
+    config, recorder = forward_config(plan, call), Recorder(call.inputs, keep=False)
+    if config.kind == "float32":
+        return config.with_parts(float32.num_parts())
+    tensors = Tensors.from_flat(recorder.inputs)
+    return forward_tiles(with_contiguous_keys(recorder, call._replace(tensors=tensors)), config)[0]
+
+
 def launch_forward(recorder: Recorder, config: ForwardConfig | Float32Forward, call: Call) -> Results:
     """Record the launches of a forward pass; with lists of a mask tensor, there is a third result: the states of its
     blocks.

@@ -2,12 +2,13 @@
 
 import functools
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ...call.call import NO_FEATURES, Needs
+from ...call.call import NO_FEATURES, Call, Needs
 from ...call.device import Device
+from ...call.plan import Plan
 from ...call.problem import OCTET, Problem, too_long
 from ...expression import Formula
 from ..gpu.decoding import is_decoding
@@ -237,6 +238,13 @@ def tile(problem: Problem, device: Device) -> "TileConfig":
     backward = replace(backward, row_splits=splits.row_splits(problem, device, backward))
     backward = replace(backward, row_chunks=splits.row_chunks(problem, backward))
     return config._replace(backward=replace(backward, dq_parts=splits.dq_parts(problem, device, backward)))
+
+
+def tiles(plan: Plan, call: Call, needs: Needs | None) -> dict[str, Any]:
+    """The tiles of the kernels that a call runs in forward or, with `needs`, in backward, by name."""
+    from .entry import called_forward
+
+    return {"forward": called_forward(plan, call)} if needs is None else {"backward": plan.tile.backward}
 
 
 def tile_of(kernels: KernelClass, problem: Problem, device: Device) -> "TileConfig":

@@ -171,7 +171,8 @@ class Float32Forward(Constexpr):
         return replace(self, head_dim=replace(self.head_dim, parts=parts))
 
     def __str__(self) -> str:
-        return f"{self.block_m} x {self.block_n} ({NUM_WARPGROUPS} warpgroups, {self.kv_stages} stages, bfloat16 parts)"
+        parts = f"{self.head_dim.parts} bfloat16 parts"
+        return f"{self.block_m} x {self.block_n} ({NUM_WARPGROUPS} warpgroups, {self.kv_stages} stages, {parts})"
 
 
 @dataclass(frozen=True)

@@ -190,6 +190,8 @@ def row_of(problem: Problem, device: Device) -> WidthConfigs:
 
 def by_tf32(tile: TileConfig) -> TileConfig:
     """The tiles for one TF32 product in place of six of bfloat16 parts."""
+    if tile.products is not None:
+        return tile._replace(products=BY_PYTORCH[False])
     return tile._replace(dkdv=TF32_DKDV, dq=SINGLE_TF32X3[0].dq) if tile.dkdv.precision == "bf16x6" else tile
 
 

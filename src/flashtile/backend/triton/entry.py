@@ -19,10 +19,10 @@ from ..gpu.replay import Recorder, Results
 from ..scalars import lse_strides, rows_last, strides
 from . import arguments as args
 from . import host_products
+from .called import called_tile
 from .formulas import launch
 from .host_append import append_and_rotate
 from .semaphores import new_semaphores
-from .tile_config import KernelConfig
 
 FORWARD = Kernel(f"{__package__}.kernels.forward", "forward_kernel")
 
@@ -56,9 +56,7 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call) -> Results:
     if out is None:
         out = args.new_result(recorder, call, new_rows(t.q, q.shape[1], v.shape[-1], q.dtype), 0)
     pack_gqa, splits = plan.tile.pack_gqa, call.settings.num_splits or plan.num_splits
-    config: KernelConfig = plan.tile.forward
-    if call.settings.num_splits is not None:
-        config = plan.tile.given_splits or config
+    config = called_tile(plan.tile, call).forward
     align = args.alignment([q, k, v, out])
     tiles = args.num_tiles(call, config.block_m, pack_gqa)
     programs = tiles * (q.shape[1] // pack_gqa) * args.dense_batch(q)

@@ -10,11 +10,10 @@ from ...call.plan import Plan
 from ..epilogue import requested_from_rows
 from ..gpu import replay
 from ..gpu.pairs import with_contiguous_keys
-from ..gpu.precision import allows_tf32
 from ..gpu.replay import Recorder, Results
 from ..scalars import rows_last
 from . import host_products
-from .configs import by_tf32
+from .called import called_tile
 from .gradients import (
     from_row_stats,
     in_pages,
@@ -49,12 +48,12 @@ def launch_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) ->
     dout = recorder.op(no_gradient, out) if dout is None else recorder.op(rows_last, dout)
     call = with_contiguous_keys(recorder, call._replace(tensors=Tensors.from_flat(given)))
     t = call.tensors
-    tile = by_tf32(plan.tile) if allows_tf32() else plan.tile
+    tile = called_tile(plan.tile, call)
     launches = BackwardLaunches(recorder, call, dout, mask_states)
     if tile.products is not None:
         return host_products.launch_backward(launches, needs, out, lse, dlse).flat()
-    fused = tile.fused
-    if fused is not None and takes(fused, launches, needs, out):
+    fused, rows = tile.fused, (launches.q, launches.k, launches.v, out, launches.dout)
+    if fused is not None and takes(fused, call, needs, rows):
         return launch_fused(launches, fused, needs, out, lse, dlse).flat()
     launches.preprocess(out, lse, dlse)
     dk, dv = launches.dkdv(tile.dkdv) if needs.k or needs.v else (None, None)

@@ -1,6 +1,7 @@
 """The launch of a backward pass in one kernel, where all rows or all keys of a head are one block."""
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -21,15 +22,15 @@ MOST_STRIDE = 2**20  # elements from row to row
 PROGRAMS = 2048  # that share the work of a bias's gradient
 
 
-def takes(config: FusedConfig, launches: BackwardLaunches, needs: Needs, out: Tensor) -> bool:
+def takes(config: FusedConfig, call: Call, needs: Needs, rows: Sequence[Tensor]) -> bool:
     """Whether one kernel makes all gradients: those of q, k and v, and none that needs statistics of rows; that of a
-    bias where a head is one tile. Within a block, its offsets have 32 bits, and with dropout its blocks of keys begin
-    where eight keys share random bits.
+    bias where a head is one tile. Within a block, its offsets into `rows` have 32 bits, and with dropout its blocks of
+    keys begin where eight keys share random bits.
     """
-    settings = launches.call.settings
+    settings = call.settings
     aligned = settings.dropout_p == 0 or settings.j0 % 8 == 0
-    other = requested_from_rows(needs, launches.call.tensors) or any(needs.score_mod_tensors)
-    near = all(x.stride(2) < MOST_STRIDE for x in (launches.q, launches.k, launches.v, out, launches.dout))
+    other = requested_from_rows(needs, call.tensors) or any(needs.score_mod_tensors)
+    near = all(x.stride(2) < MOST_STRIDE for x in rows)
     bias = config.walk is None or not needs.bias
     return needs.q and needs.k and needs.v and near and aligned and bias and not other
 

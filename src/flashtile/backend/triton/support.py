@@ -3,12 +3,13 @@
 import functools
 import importlib.util
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...call.call import Needs
+from ...call.call import Call, Needs
 from ...call.device import Device
+from ...call.plan import Plan
 from ...call.problem import Problem, too_long
 from ...expression import Formula
 from ..gpu.formula import unsupported
@@ -80,6 +81,13 @@ def tile(problem: Problem, device: Device) -> "TileConfig":
     from . import configs  # not needed by `import flashtile`
 
     return configs.tile(problem, device)
+
+
+def tiles(plan: Plan, call: Call, needs: Needs | None) -> dict[str, Any]:
+    """The tiles of the kernels that a call runs in forward or, with `needs`, in backward, by name."""
+    from . import called
+
+    return called.tiles(plan.tile, call, needs)
 
 
 def num_splits(problem: Problem, device: Device) -> int:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ... import __version__, attention, attention_varlen, attention_with_kvcache
-from ...api.explain import described_call, tile_in_words
+from ...api.explain import backward_plan, described_call, needs_of, tiles_in_words
 from ...call.problem import Problem
 from ...dispatch.planner import backends, plan
 from ...errors import BackendError
@@ -63,5 +63,7 @@ class Flashtile(Provider):
         q, k, v = (arguments.pop(name) for name in ("q", "k", "v"))
         cu_q, cu_k = arguments.pop("cu_seqlens_q", None), arguments.pop("cu_seqlens_k", None)
         call = described_call(q, k, v, cu_q, cu_k, arguments)
-        choice = plan(Problem.describe(call), q.device, self.backend)
-        return f"{choice.backend}: {tile_in_words(choice)}"
+        problem, needs = Problem.describe(call), needs_of(call)
+        choice = plan(problem, q.device, self.backend)
+        tiles, _ = tiles_in_words(call, choice, backward_plan(problem, q.device, self.backend, needs), needs)
+        return f"{choice.backend}: {tiles}"

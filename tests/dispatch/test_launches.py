@@ -1,0 +1,99 @@
+"""The tiles of a call that has not run: those of its launches, not those that its plan has for several calls."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from flashtile.api.explain import described_call
+from flashtile.call.call import DIFFERENTIABLE, Call, Needs
+from flashtile.call.plan import Plan
+from flashtile.call.problem import Problem
+from flashtile.dispatch.launches import launches_of, tiles_of
+from flashtile.prebuilt.launches import device_of, plan_of
+
+OTHERS = {"split_rows", "preprocess"}
+BETWEEN_PRODUCTS = {"softmax", "gradient"}
+
+
+@pytest.fixture(params=["ieee", "tf32"])
+def precision(request: pytest.FixtureRequest) -> Iterator[str]:
+    torch.backends.cuda.matmul.fp32_precision = request.param
+    yield request.param
+    torch.backends.cuda.matmul.fp32_precision = "none"
+
+
+def planned(
+    shape: tuple[int, ...], dtype: torch.dtype, arch: str, needed: tuple[str, ...], keys: int = 0, **keywords: Any
+) -> tuple[Call, Plan, Plan, Needs]:
+    batch, heads, rows, width = shape
+    q, k = (torch.empty(batch, heads, n, width, dtype=dtype, device="meta") for n in (rows, keys or rows))
+    call = described_call(q, k, k, None, None, keywords)
+    problem, device = Problem.describe(call), device_of(arch)
+    needs = Needs(*(name in needed for name in DIFFERENTIABLE))
+    return call, plan_of(problem, device, None), plan_of(problem, device, needs), needs
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "arch", "needed", "kernels"),
+    [
+        ((4, 2, 64, 64), torch.bfloat16, "sm_80", ("q", "k", "v"), {"forward", "fused"}),
+        ((4, 2, 64, 64), torch.bfloat16, "sm_80", ("q", "k"), {"forward", "dkdv", "dq"}),
+        ((1, 2, 2048, 64), torch.float32, "sm_90", ("q", "v"), {"forward", "dkdv", "dq"}),
+        ((1, 2, 2048, 64), torch.float32, "sm_90", ("k",), {"forward", "dkdv"}),
+        ((1, 2, 4096, 256), torch.float32, "sm_90", ("q", "k", "v"), {"products"}),
+    ],
+)
+def test_tiles_of_triton(
+    shape: tuple[int, ...], dtype: torch.dtype, arch: str, needed: tuple[str, ...], kernels: set[str], precision: str
+) -> None:
+    call, forward, backward, needs = planned(shape, dtype, arch, needed)
+    assert (forward.backend, backward.backend) == ("triton", "triton")
+    tiles = tiles_of(forward, call) | tiles_of(backward, call, needs)
+    tiles = {name: x for name, x in tiles.items() if x is not None}
+    assert set(tiles) == kernels
+    launches = launches_of(call, forward, (backward, needs))
+    launched = {x.kernel.name.removesuffix("_kernel"): x.scalars for x in launches}
+    if "products" in kernels:
+        assert set(launched) >= BETWEEN_PRODUCTS
+        split = launched["softmax"]["PARTS"]
+        assert split == (precision == "ieee") == ("bfloat16 parts" in tiles["products"])
+        return
+    assert set(launched) - OTHERS == kernels
+    for name, tile in tiles.items():
+        scalars, sizes = launched[name], getattr(tile, "tile", tile)[:4]
+        found = scalars["CONFIG"]
+        assert sizes == (found.BLOCK_M, found.BLOCK_N, scalars["num_warps"], scalars["num_stages"])
+
+
+@pytest.mark.parametrize("num_splits", [None, 3])
+def test_tiles_for_a_number_of_splits(num_splits: int | None) -> None:
+    """A caller who chooses it gets the same tile for every number of sequences."""
+    call, forward, _, _ = planned((64, 2, 1, 64), torch.bfloat16, "sm_90", ("q",), num_splits=num_splits, keys=2048)
+    launched = launches_of(call, forward)[0].scalars["CONFIG"]
+    assert forward.tile.given_splits is not None
+    assert tiles_of(forward, call)["forward"] == (forward.tile.given_splits if num_splits else forward.tile.forward)
+    assert tiles_of(forward, call)["forward"][:2] == (launched.BLOCK_M, launched.BLOCK_N)
+
+
+@pytest.mark.parametrize(("rows", "warpgroups"), [(2000, 2), (2048, 3)])
+def test_tiles_of_hopper_without_bits(rows: int, warpgroups: int) -> None:
+    """The plan of 1025 to 2048 rows expects bits of a mask's pairs, which smaller calls of it do not have."""
+    mask = torch.empty(1, 1, 1, rows, dtype=torch.bool, device="meta")
+    call, forward, backward, needs = planned(
+        (1, 16, rows, 64), torch.bfloat16, "sm_90", ("q", "k", "v"), backend="hopper", mask=mask
+    )
+    launches = launches_of(call, forward, (backward, needs))
+    launched = {x.kernel.name: x.scalars["CONFIG"] for x in launches if "CONFIG" in x.scalars}
+    assert forward.tile.forward.num_warpgroups == 3
+    assert tiles_of(forward, call)["forward"].compiled == launched["forward_kernel"]
+    assert launched["forward_kernel"].num_warpgroups == warpgroups
+    assert str(tiles_of(backward, call, needs)["backward"]) == str(launched["backward_kernel"])
+
+
+def test_parts_of_float32_on_hopper(precision: str) -> None:
+    call, forward, _, _ = planned((1, 2, 2048, 128), torch.float32, "sm_90", ("q",))
+    [launched] = [x.scalars["CONFIG"] for x in launches_of(call, forward) if x.kernel.name.startswith("float32")]
+    assert tiles_of(forward, call)["forward"] == launched
+    assert f"{2 if precision == 'tf32' else 3} bfloat16 parts" in str(launched)
