@@ -19,7 +19,9 @@ import torch
 from llvmlite import binding as llvm
 from torch import Tensor
 
-from flashtile.backend.cpu import arguments, host_backward, host_forward, jit, targets
+from flashtile.backend.cpu import arguments, distance_table, host_backward, host_forward, jit, targets
+from flashtile.backend.cpu.kernels.distance_table import TableVariant
+from flashtile.backend.cpu.kernels.operands import DOUBLE
 from flashtile.backend.cpu.launch import KernelLaunch
 from flashtile.backend.cpu.targets import Target
 from flashtile.backend.cpu.variant import Variant
@@ -75,6 +77,13 @@ class Memory:
         self.parts.append((address, size, offset))
         self.size = offset + size + PAGE  # a gap in which a stray access is a fault
 
+    def add_storages(self, *tensors: Tensor) -> None:
+        """Copy the memory of tensors, some of which may share it."""
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+        for address, size in storages.items():
+            if address:
+                self.add(address, size)
+
     def there(self, address: int) -> int:
         """The address in the emulated process; 0 stays 0."""
         for start, size, offset in self.parts:
@@ -83,10 +92,11 @@ class Memory:
         assert address == 0, "an address that was not copied"
         return 0
 
-    def write(self, file: Path, block: int) -> None:
+    def write(self, file: Path, *arguments: int) -> None:
+        size = -(-self.size // PAGE) * PAGE
         with file.open("wb") as out:
-            out.truncate(-(-self.size // PAGE) * PAGE)
-            out.write(struct.pack("3Q", BASE, -(-self.size // PAGE) * PAGE, self.there(block)))
+            out.truncate(size)
+            out.write(struct.pack("7Q", BASE, size, *arguments, *[0] * (5 - len(arguments))))
             for address, size, offset in self.parts:
                 out.seek(offset)
                 out.write(ctypes.string_at(address, size))
@@ -106,9 +116,13 @@ class Emulation:
         self.processor, self.folder = processor, folder
         self.programs: list[Path] = []
         self.captured: list[Tensor] = []
+        self.entries = torch.empty(0)  # addresses, sizes and strides of these
+        self.real_bytes: dict[int, int] = {}  # of an element of a table of distances, by the number of its program
         self.launches = 0
 
-    def function_address(self, name: str, variant: Variant, target: Target, source: Callable[[], str]) -> int:
+    def function_address(
+        self, name: str, variant: Variant | TableVariant, target: Target, source: Callable[[], str]
+    ) -> int:
         """Compile a program. Its number stands for the kernel's address, which is never called."""
         number = len(self.programs) + 1
         kernel, program = self.folder / f"{number}.o", self.folder / str(number)
@@ -116,11 +130,13 @@ class Emulation:
         command = [COMPILER, "-O1", "-static", f"-DKERNEL={name}", str(DRIVER), str(kernel), "-o", str(program), "-lm"]
         subprocess.run(command, check=True)
         self.programs.append(program)
+        self.real_bytes[number] = 8 if variant.real_type == DOUBLE else 4
         return number
 
     def captured_table(self, tensors: list[Tensor]) -> dict[str, Tensor]:
-        self.captured = [*tensors]
-        return arguments_captured_table(tensors)
+        self.captured, table = [*tensors], arguments_captured_table(tensors)
+        self.entries = table.get("captured", self.entries)
+        return table
 
     def run(self, launch: KernelLaunch, tensors: dict[str, Tensor]) -> None:
         """As `launch.run`, on one thread of the emulated processor."""
@@ -132,24 +148,44 @@ class Emulation:
         memory.add(start, ctypes.sizeof(block))
         table = launch.lengths.table
         memory.add(table.ctypes.data, table.nbytes)
-        storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in (*tensors.values(), *self.captured)}
-        for address, storage in storages.items():
-            if address:
-                memory.add(address, storage.nbytes())
+        memory.add_storages(*tensors.values(), *self.captured)
         kept = {start}
         if "captured" in tensors:
-            entries, n = tensors["captured"], 0
-            kept.add(entries.data_ptr())
-            for x in self.captured:
-                entries[n] = memory.there(x.data_ptr())
-                n += 1 + 2 * x.dim()
+            self.move_entries(memory)
+            kept.add(self.entries.data_ptr())
         for name in ("sequences", "counter", *tensors):
             index = arguments.FIELD_INDEX[name]
             block[index] = memory.there(block[index]) if block[index] else 0
+        number = ctypes.cast(launch.function, ctypes.c_void_p).value
+        assert number is not None
+        self.execute(number, memory, kept, memory.there(start))
+
+    def table_function(self, number: int) -> Callable[..., None]:
+        """As the kernel of `distance_table` that `function_address` has compiled."""
+
+        def run(captured: int, table: int, heads: int, width: int, reach: int) -> None:
+            memory = Memory()
+            memory.add(table, heads * width * self.real_bytes[number])
+            if captured:
+                memory.add_storages(self.entries, *self.captured)
+                self.move_entries(memory)
+            addresses = memory.there(captured), memory.there(table)
+            self.execute(number, memory, {captured}, *addresses, heads, width, reach)
+
+        return run
+
+    def move_entries(self, memory: Memory) -> None:
+        """Change the addresses in the table of captured tensors."""
+        n = 0
+        for x in self.captured:
+            self.entries[n] = memory.there(x.data_ptr())
+            n += 1 + 2 * x.dim()
+
+    def execute(self, number: int, memory: Memory, kept: set[int], *arguments: int) -> None:
+        """Run a program on the copied memory, and copy back all but the ranges that begin at `kept`."""
         file = self.folder / "memory"
-        memory.write(file, start)
-        program = self.programs[ctypes.cast(launch.function, ctypes.c_void_p).value - 1]  # type: ignore[operator]
-        subprocess.run([EMULATOR, *self.processor.options, str(program), str(file)], check=True)
+        memory.write(file, *arguments)
+        subprocess.run([EMULATOR, *self.processor.options, str(self.programs[number - 1]), str(file)], check=True)
         memory.read(file, kept)
         self.launches += 1
 
@@ -169,14 +205,22 @@ def emulated(processor: Processor) -> Iterator[Emulation]:
         host: dict[str, Any] = {"function_address": emulation.function_address, "run": emulation.run}
         for module in (host_forward, host_backward):
             patches.enter_context(mock.patch.multiple(module, **host))
+        of_tables: dict[str, Any] = {
+            "function_address": emulation.function_address,
+            "FUNCTION": emulation.table_function,
+        }
+        patches.enter_context(mock.patch.multiple(distance_table, **of_tables))
         patches.enter_context(mock.patch.object(targets, "host", return_value=processor.target))
         patches.enter_context(mock.patch.object(arguments, "captured_table", emulation.captured_table))
-        for cached in (host_forward.forward_address, host_backward.backward_address):
-            cached.cache_clear()
-        fast_path.forget()
+        forget()
         try:
             yield emulation
         finally:
-            for cached in (host_forward.forward_address, host_backward.backward_address):
-                cached.cache_clear()
-            fast_path.forget()
+            forget()
+
+
+def forget() -> None:
+    """Compile every kernel anew."""
+    for cached in (host_forward.forward_address, host_backward.backward_address, distance_table.distance_table):
+        cached.cache_clear()
+    fast_path.forget()
