@@ -11,6 +11,7 @@ from checking import dense_case
 
 import flashtile
 from flashtile import AttentionWarning, BackendError
+from flashtile.api.explain import described_call
 from flashtile.call.call import Call, Features
 from flashtile.call.problem import Problem
 from flashtile.dispatch.planner import SUPPORT, _warn_once, forget_plans, plan, plan_call
@@ -112,6 +113,17 @@ def test_the_plan_depends_on_the_bucket_alone() -> None:
     others += [{"window": flashtile.call.window.Window(1)}, {"score_mod": "f#1"}, {"alignment": 1}, {"num_heads_kv": 1}]
     for changes in others:
         assert plan(replace(problem, **changes), CPU) is not plan(problem, CPU)
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(300, 1050), (1050, 300)])
+def test_a_band_off_the_diagonal_keeps_its_width(rows: int, keys: int) -> None:
+    """Of 129 keys around the top-left diagonal, rounded sides would leave one or 1149."""
+    q, k = (torch.empty(1, 1, n, 8, device="meta") for n in (rows, keys))
+    band = flashtile.ExactWindow(64 + keys - rows, 64 - (keys - rows))
+    window = Problem.describe(described_call(q, k, k, None, None, {"window": band})).bucketed().window
+    assert window.left is not None
+    assert window.right is not None
+    assert window.left + window.right == 128
 
 
 def test_strides_enter_a_plan_as_alignment_alone() -> None:

@@ -130,8 +130,12 @@ class Problem:
 
     def bucketed(self) -> "Problem":
         """The problem with lengths and batch rounded up to a power of two: a plan serves the whole bucket, so that a
-        growing sequence neither replans nor recompiles. In dense calls of a few tiles, `fine_lengths` tell more.
+        growing sequence neither replans nor recompiles. In dense calls of a few tiles, `fine_lengths` tell more. A band of
+        earlier or later keys alone keeps its sides: rounded ones may be a much narrower band.
         """
+        window = self.window._replace(chunk=power_of_two(self.window.chunk))
+        if min(window.left or 0, window.right or 0) >= 0:
+            window = window._replace(left=power_of_two(window.left), right=power_of_two(window.right))
         fine = self.layout == "dense" and self.seqlen_q in SHORT_ROWS
         return replace(
             self,
@@ -139,11 +143,7 @@ class Problem:
             batch=power_of_two(self.batch),
             seqlen_q=power_of_two(self.seqlen_q),
             seqlen_k=power_of_two(self.seqlen_k),
-            window=self.window._replace(
-                left=power_of_two(self.window.left),
-                right=power_of_two(self.window.right),
-                chunk=power_of_two(self.window.chunk),
-            ),
+            window=window,
         )
 
 
@@ -161,9 +161,7 @@ def power_of_two(n: int | None) -> int | None: ...
 
 
 def power_of_two(n: int | None) -> int | None:
-    """The smallest power of two that is at least `n`; 0, 1 and `None` stay themselves, and -n is that of n negated."""
-    if n is not None and n < -1:
-        return -power_of_two(-n)
+    """The smallest power of two that is at least `n`; 0, 1 and `None` stay themselves."""
     return n if n is None or n <= 1 else 1 << (n - 1).bit_length()
 
 
