@@ -4,13 +4,12 @@ import torch
 from torch import Tensor
 
 from ...persistent import persistent_zeros
-from ...private_torch import current_device, current_raw_stream, is_capturing
+from ...private_torch import is_capturing
 from ...remember import remember
+from ..gpu.streams import MAX_STREAMS, StreamKey, current_stream_key
 
-MAX_SEMAPHORES = 256
-
-tile_counts: dict[tuple[int, int], Tensor] = {}  # by device and stream
-entry_queues: dict[tuple[int, int], Tensor] = {}  # those that no call uses
+tile_counts: dict[StreamKey, Tensor] = {}
+entry_queues: dict[StreamKey, Tensor] = {}  # those that no call uses
 
 
 def tile_count_semaphore(device: torch.device, packed: bool) -> Tensor:
@@ -24,7 +23,7 @@ def tile_count_semaphore(device: torch.device, packed: bool) -> Tensor:
     key = current_stream_key()
     if (cached := tile_counts.get(key)) is not None:
         return cached
-    return remember(tile_counts, key, persistent_zeros(device, 1), MAX_SEMAPHORES)
+    return remember(tile_counts, key, persistent_zeros(device, 1), MAX_STREAMS)
 
 
 def take_entry_queue_semaphore(device: torch.device) -> Tensor:
@@ -42,14 +41,9 @@ def take_entry_queue_semaphore(device: torch.device) -> Tensor:
 def return_entry_queue_semaphore(semaphore: Tensor) -> None:
     """Let later calls on the stream use the semaphore, after the launch that resets it."""
     if is_shared(semaphore.device):
-        remember(entry_queues, current_stream_key(), semaphore, MAX_SEMAPHORES)
+        remember(entry_queues, current_stream_key(), semaphore, MAX_STREAMS)
 
 
 def is_shared(device: torch.device) -> bool:
     """Whether launches of one stream may share semaphores."""
     return device.type == "cuda" and not is_capturing()
-
-
-def current_stream_key() -> tuple[int, int]:
-    index = current_device()
-    return index, current_raw_stream(index)

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from ...call.problem import power_of_two
 from ...persistent import persistent_zeros
-from ...private_torch import current_device, current_raw_stream, is_capturing
+from ...private_torch import is_capturing
 from ...remember import remember
+from ..gpu.streams import MAX_STREAMS, StreamKey, current_stream_key
 
-MAX_STREAMS = 256
 ALIGNMENT = 4  # semaphores in 16 bytes, the alignment that a kernel may be compiled for
 RESERVED = 2**16  # for graphs; a layer's step takes at most as many as half the chip's cores
 
-_of_streams: dict[tuple[int, int], Tensor] = {}  # by device and stream
+_of_streams: dict[StreamKey, Tensor] = {}
 _for_graphs: dict[torch.device, list[Tensor]] = {}  # reserved memory; the last entry is the free rest
 
 
@@ -26,8 +26,7 @@ def new_semaphores(device: torch.device, count: int) -> Tensor:
         return zeros(device, count)
     if is_capturing():
         return of_a_graph(device, count)
-    index = current_device()
-    key = (index, current_raw_stream(index))
+    key = current_stream_key()
     known = _of_streams.get(key)
     if known is None or len(known) < count:
         reserve(device)
