@@ -130,8 +130,8 @@ class Problem:
 
     def bucketed(self) -> "Problem":
         """The problem with lengths and batch rounded up to a power of two: a plan serves the whole bucket, so that a
-        growing sequence neither replans nor recompiles. In dense calls of a few tiles, `fine_lengths` tell more. A band of
-        earlier or later keys alone keeps its sides: rounded ones may be a much narrower band.
+        growing sequence neither replans nor recompiles. In dense calls of a few tiles, `fine_lengths` tell more. A band
+        of earlier or later keys alone keeps its sides: rounded ones may be a much narrower band.
         """
         window = self.window._replace(chunk=power_of_two(self.window.chunk))
         if min(window.left or 0, window.right or 0) >= 0:

@@ -22,7 +22,7 @@ _lock = threading.Lock()
 @contextmanager
 def inside(context: Any) -> Iterator[None]:
     """Make `context` that of this thread, and of the backward passes that it starts. `None` is no context."""
-    outer, name = current(), name_of(context)
+    outer, name = current(), context_name(context)
     private_torch.stash_in_thread(KEY, context)
     with _lock:
         _names.append(name)
@@ -42,7 +42,7 @@ def update_guards() -> None:
     contexts_open, innermost = bool(_names), _names[-1] if _names else ""
 
 
-def name_of(context: Any) -> str:
+def context_name(context: Any) -> str:
     """A name that equal contexts have."""
     return f"{hash(context):x}" if context is not None else "none"
 
@@ -63,7 +63,7 @@ def run_traced(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def is_innermost() -> bool:
     """Whether this thread's context is the one that was opened last in the process."""
     context = current()
-    return context is not None and name_of(context) == innermost
+    return context is not None and context_name(context) == innermost
 
 
 @untraced

@@ -74,7 +74,7 @@ class Operators:
         torch.library.register_fake(f"flashtile::{self.name}_forward", self.fake_forward, lib=LIBRARY)
         torch.library.register_fake(f"flashtile::{self.name}_backward", self.fake_backward, lib=LIBRARY)
         torch.library.register_autograd(
-            f"flashtile::{self.name}_forward", self.derivative, setup_context=self.remember, lib=LIBRARY
+            f"flashtile::{self.name}_forward", self.derivative, setup_context=self.setup_context, lib=LIBRARY
         )
         torch.library.register_autograd(f"flashtile::{self.name}_backward", refuse_second_derivative, lib=LIBRARY)
         for operator in ("forward", "backward"):
@@ -128,7 +128,7 @@ class Operators:
         call = self.call(arguments)
         return in_schema(run_backward(needs, out, lse, dout, dlse, call), call)
 
-    def remember(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         call = self.call(inputs)
         ctx.settings = call.settings
         ctx.save_for_backward(*output, *call.tensors.flat())

@@ -110,7 +110,7 @@ def fixed(numbers: Sequence[int]) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def name_of(mesh: DeviceMesh) -> str:
+def mesh_name(mesh: DeviceMesh) -> str:
     groups = [mesh.get_group(n).group_name for n in range(mesh.ndim)]
     return f"{mesh.device_type} {mesh.mesh.tolist()} {mesh.mesh_dim_names} {groups}"
 
@@ -124,7 +124,7 @@ def remembered(mesh: Any, layout: Any, scheme: str, check: bool, is_packed: bool
     elif not isinstance(layout, str):
         kind, whole, ranks, pieces = layout
         layout = Layout(kind, whole, ranks, tuple(tuple(Piece(*piece) for piece in of_rank) for of_rank in pieces))
-    name = name_of(mesh) if isinstance(mesh, DeviceMesh) else repr(mesh)
+    name = mesh_name(mesh) if isinstance(mesh, DeviceMesh) else repr(mesh)
     of_context = context is not None, length
     constants = repr((name, layout, scheme, check, of_context, is_packed, block_size, seqlens))
     key = hashlib.sha256(constants.encode()).hexdigest()[:16]
@@ -211,7 +211,7 @@ def fake_backward(
     return DENSE.fake_backward(list(needs), out, lse, dout, dlse, *arguments[5:])
 
 
-def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     key, *lengths = inputs[:6]
     call = DENSE.call(inputs[6:])
     ctx.set_materialize_grads(False)
@@ -251,7 +251,7 @@ def define() -> None:
     ):
         LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"flashtile::{name}", fake, lib=LIBRARY)
-    torch.library.register_autograd("flashtile::sharded_forward", derivative, setup_context=remember, lib=LIBRARY)
+    torch.library.register_autograd("flashtile::sharded_forward", derivative, setup_context=setup_context, lib=LIBRARY)
     torch.library.register_autograd("flashtile::sharded_backward", refuse_second_derivative, lib=LIBRARY)
 
 

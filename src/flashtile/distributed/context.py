@@ -83,7 +83,7 @@ def context_parallel(
         return
     grid_of(mesh)
     accepted(layout)
-    compiled.name_of(mesh)  # which a trace looks up
+    compiled.mesh_name(mesh)  # which a trace looks up
     with sharding.inside(Context(mesh, layout, scheme, length, check)), sharded_sdpa():
         yield
 
@@ -119,7 +119,7 @@ def run_public(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], context
     return function(**given, **placing)
 
 
-def run_traced(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_in_graph(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """As `run_public` in a graph; `NotImplemented` for calls that it refuses, and those of DTensors."""
     if name not in FUNCTIONS or len(args) > len(POSITIONAL[name]):
         return NotImplemented
@@ -134,4 +134,4 @@ def run_traced(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return FUNCTIONS[name](**given, mesh=compiled.IN_CONTEXT)
 
 
-sharding.traced = run_traced
+sharding.traced = run_in_graph

@@ -104,11 +104,11 @@ def measure_rates(mesh: DeviceMesh, *, num_bytes: int = 2**26, dtype: torch.dtyp
     rates = torch.tensor([*attention_rates(device, dtype), memory(device), -latency, *links], dtype=torch.float64)
     forward, backward, copies, latency, *links = torch.stack(grid.gather(rates)).amin(dim=0).tolist()
     found = Rates(forward, tuple(links), -latency, backward, copies)
-    remember(mesh, found)
+    keep_rates(mesh, found)
     return found
 
 
-def remember(mesh: DeviceMesh, rates: Rates) -> None:
+def keep_rates(mesh: DeviceMesh, rates: Rates) -> None:
     """Put the rates of a mesh first, in place of those of as many or fewer of its ranks."""
     ranks = ranks_of(mesh)
     MEASURED[:] = [x for x in MEASURED if x[0] != mesh.device_type or not x[1] <= ranks]

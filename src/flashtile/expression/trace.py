@@ -146,7 +146,7 @@ class Operations(TorchFunctionMode):
         values = [*args, *kwargs.values()]
         values += [y for x in values if isinstance(x, tuple | list) for y in x]
         if any(isinstance(x, Standing) for x in values):
-            return self.tracer.call(name_of(func), args, kwargs)
+            return self.tracer.call(operation_name(func), args, kwargs)
         result = func(*args, **kwargs)
         constant = all(id(x) in self.tracer.made for x in values if isinstance(x, Tensor))
         if isinstance(result, Tensor) and result.dim() == 0 and constant:
@@ -154,7 +154,7 @@ class Operations(TorchFunctionMode):
         return result
 
 
-def name_of(func: Any) -> str:
+def operation_name(func: Any) -> str:
     """The name of a torch function or method, or of a property; that of an operator with its library."""
     if isinstance(func, operator_types()):
         return str(func)
@@ -171,7 +171,7 @@ class Standing:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         values = [*args, *(kwargs or {}).values()]
         tracer = next(x.tracer for x in values if isinstance(x, Standing))
-        return tracer.call(name_of(func), args, kwargs or {})
+        return tracer.call(operation_name(func), args, kwargs or {})
 
     def __bool__(self) -> bool:
         raise UntraceableError("a branch depends on a value; `torch.where(condition, x, y)` chooses")

@@ -12,7 +12,7 @@ from ..bench.cell import INPUTS, Cell
 from ..bench.inputs import make_case
 from ..bench.providers import Declined, make
 from ..testing.oracle import solve
-from .measured import OWN, name_of
+from .measured import OWN, label_of
 from .section import Plot, Section, Series, Table
 from .settings import Settings
 from .tables import table_of
@@ -44,8 +44,8 @@ def section_of(settings: Settings, records: list[dict[str, Any]], notes: list[st
         name="errors",
         title="Error against fp64",
         summary=f"‖x − exact‖ / ‖exact‖ of out and of the worst gradient, {HEADS} heads of {HEAD_DIM}, length "
-        f"{settings.error_seqlen}, causal, compared with the more exact of {name_of(settings.reference)} and "
-        f"{name_of(PLAIN)}. In {counted or 'no dtype was anything to compare'}. Plain attention computes scores and "
+        f"{settings.error_seqlen}, causal, compared with the more exact of {label_of(settings.reference)} and "
+        f"{label_of(PLAIN)}. In {counted or 'no dtype was anything to compare'}. Plain attention computes scores and "
         "softmax in the dtype of its inputs; flashtile sums in float32.",
         plots=[
             plot_of(records, "out", "Relative error of out"),
@@ -73,7 +73,7 @@ def measured(settings: Settings, dtype: str, inputs: str) -> tuple[list[dict[str
         try:
             prepared = provider.prepare(case)
         except Declined as reason:
-            notes.append(f"{name_of(provider.name)} has no figures in {dtype}: {reason}")
+            notes.append(f"{label_of(provider.name)} has no figures in {dtype}: {reason}")
             continue
         assert prepared.backward is not None
         assert case.dout is not None
@@ -103,7 +103,7 @@ def compared(records: list[dict[str, Any]]) -> list[Comparison]:
                     peer = min(ranked, key=ranked.__getitem__)
                     ratio = times_as_small(own, ranked[peer])
                     group, case = f"{dtype}, {which}", f"{dtype}, {which}, {INPUTS_IN_WORDS[inputs]}"
-                    comparisons.append(Comparison("error", group, case, own, ranked[peer], name_of(peer), ratio))
+                    comparisons.append(Comparison("error", group, case, own, ranked[peer], label_of(peer), ratio))
     return comparisons
 
 
@@ -123,7 +123,7 @@ def plot_of(records: list[dict[str, Any]], which: str, title: str) -> Plot:
     for provider in dict.fromkeys(r["provider"] for r in records):
         values = [worst_of(records, which, dtype=d, inputs=i).get(provider, math.inf) for d, i in kinds]
         points = [(x, float(n)) for n, x in enumerate(values) if 0 < x < float("inf")]
-        series.append(Series(name_of(provider), [x for x, _ in points], [n for _, n in points]))
+        series.append(Series(label_of(provider), [x for x, _ in points], [n for _, n in points]))
     rows = tuple(f"{dtype} {inputs}" for dtype, inputs in kinds)
     return Plot(f"error_{which}", f"{title} (less is better)", series, "relative error", kind="dots", rows=rows)
 
@@ -135,6 +135,6 @@ def figures_table(records: list[dict[str, Any]]) -> Table:
         for inputs in INPUTS:
             worst = [worst_of(records, which, dtype=dtype, inputs=inputs) for which in RESULTS]
             rows.append((dtype, inputs, *(f"{x[name]:.1e}" if name in x else "–" for x in worst for name in names)))
-    heads = [f"{which}, {name_of(name)}" for which in RESULTS for name in names]
+    heads = [f"{which}, {label_of(name)}" for which in RESULTS for name in names]
     numbers = frozenset(range(2, 2 + len(heads)))
     return Table(("dtype", "inputs", *heads), rows, numbers, folded="The figures of the pictures")

@@ -30,7 +30,7 @@ def providers(settings: Settings, peers: tuple[str, ...]) -> tuple[str, ...]:
     return (OWN, *(f"{OWN}:{name}" for name in kernels if settings.device.type != "cpu"), *peers)
 
 
-def name_of(provider: str) -> str:
+def label_of(provider: str) -> str:
     return NAMES.get(provider, provider)
 
 
@@ -42,11 +42,11 @@ def series_of(rows: Sequence[Row], figure: Callable[[Row], Band | None], scale: 
         if points:
             seqlens, bands = zip(*points, strict=True)
             median, low, high = ([x / scale for x in values] for values in zip(*bands, strict=True))
-            lines.append(Series(name_of(provider), [float(n) for n in seqlens], median, low, high))
+            lines.append(Series(label_of(provider), [float(n) for n in seqlens], median, low, high))
     return lines
 
 
 def reasons(rows: Sequence[Row]) -> list[str]:
     """Reasons of providers without figures, each once."""
     failures = {(row.provider, row.status, row.reason): row.cell for row in rows if row.status != OK}
-    return [f"{name_of(name)} {status} at {cell.label()}: {why}" for (name, status, why), cell in failures.items()]
+    return [f"{label_of(name)} {status} at {cell.label()}: {why}" for (name, status, why), cell in failures.items()]

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 from ..bench.cell import Cell
 from ..bench.fresh import Job, in_one_process
 from ..bench.results import three_digits
-from .measured import OWN, name_of
+from .measured import OWN, label_of
 from .section import Plot, Section, Series, Table
 from .settings import Settings
 from .tables import MIB, table_of
@@ -31,7 +31,7 @@ def memory(settings: Settings, advance: Callable[[], None]) -> Section:
                 used.setdefault((cell.measure, job.provider), {})[cell.seqlen_q] = finding["value"]
             else:
                 reason = finding.get("declined") or finding.get("error")
-                notes.append(f"{name_of(job.provider)} at {cell.label()}: {reason}")
+                notes.append(f"{label_of(job.provider)} at {cell.label()}: {reason}")
     advance()
     return section_of(settings, used, list(dict.fromkeys(notes)))
 
@@ -77,7 +77,7 @@ def compared(settings: Settings, measure: str, used: BytesUsed) -> list[Comparis
         if n in own and others:
             other, peer = min(others)
             case, ratio = f"memory of {pass_of(measure)}, {n:,} tokens", times_as_small(own[n], other)
-            results.append(Comparison("memory", pass_of(measure), case, own[n], other, name_of(peer), ratio))
+            results.append(Comparison("memory", pass_of(measure), case, own[n], other, label_of(peer), ratio))
     return results
 
 
@@ -111,7 +111,7 @@ def plot_of(settings: Settings, measure: str, used: BytesUsed) -> Plot:
             grown = "" if exponent is None else f", S^{exponent:.1f}"
             points = sorted(values.items())
             lengths, mib = [float(n) for n, _ in points], [x / MIB for _, x in points]
-            lines.append(Series(f"{name_of(provider)}{grown}", lengths, mib))
+            lines.append(Series(f"{label_of(provider)}{grown}", lengths, mib))
     lengths = [float(n) for n in settings.memory_seqlens]
     inputs = [inputs_bytes(settings, n) / MIB for n in settings.memory_seqlens]
     lines.append(Series("q, k, v, out, S^1", lengths, inputs, dashed=True))
@@ -127,7 +127,7 @@ def of_the_longest(settings: Settings, used: BytesUsed) -> str:
         if longest in own and longest in dense:
             less, more = own[longest] / MIB, dense[longest] / MIB
             words.append(
-                f"{pass_of(measure).capitalize()} at {longest:,}: {three_digits(less)} MiB, where {name_of(DENSE)} "
+                f"{pass_of(measure).capitalize()} at {longest:,}: {three_digits(less)} MiB, where {label_of(DENSE)} "
                 f"takes {three_digits(more)}."
             )
     return " ".join(words)
@@ -135,7 +135,7 @@ def of_the_longest(settings: Settings, used: BytesUsed) -> str:
 
 def length_table(settings: Settings, used: BytesUsed) -> Table:
     keys = [(measure, provider) for measure in MEASURES for provider in providers(settings)]
-    columns = ("length", *(f"{pass_of(m)}, {name_of(p)}" for m, p in keys), "q, k, v and out")
+    columns = ("length", *(f"{pass_of(m)}, {label_of(p)}" for m, p in keys), "q, k, v and out")
     rows = []
     for n in settings.memory_seqlens:
         bytes_of = [used.get(key, {}).get(n) for key in keys] + [inputs_bytes(settings, n)]

@@ -16,7 +16,7 @@ from ..bench.rounds import Band, band, ratios
 from ..bench.run import Bench
 from ..bench.store import Store
 from ..bench.sweep import Sweep, Timing, load
-from .measured import OWN, name_of
+from .measured import OWN, label_of
 from .section import Section
 from .settings import Settings
 from .tables import IN_WORDS, table_of
@@ -117,9 +117,9 @@ def against_fastest(case: str, group: str, seconds: Figures) -> Comparison | Non
         return None
     other, peer = min(others)
     if OWN not in seconds:
-        return Comparison("speed", group, case, math.inf, other, name_of(peer), 0.0)
+        return Comparison("speed", group, case, math.inf, other, label_of(peer), 0.0)
     times: Band = band(ratios(seconds[OWN], seconds[peer]))
-    return Comparison("speed", group, case, band(seconds[OWN]).median, other, name_of(peer), *times)
+    return Comparison("speed", group, case, band(seconds[OWN]).median, other, label_of(peer), *times)
 
 
 def name_of_cell(cell: Cell) -> str:
@@ -148,7 +148,7 @@ def absences(rows: Sequence[Row]) -> list[str]:
         if row.status != OK:
             counted.setdefault((row.provider, row.status, row.reason), []).append(row.cell)
     return [
-        f"{name_of(name)} {status} in {len(cells)} of the cells, {name_of_cell(cells[0])} for example: {reason}"
+        f"{label_of(name)} {status} in {len(cells)} of the cells, {name_of_cell(cells[0])} for example: {reason}"
         for (name, status, reason), cells in counted.items()
     ]
 

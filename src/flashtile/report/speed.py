@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from ..bench.results import OK, WRONG, Row, three_digits
 from ..bench.rounds import Band, band, ratios
 from .cells import Kind, in_words, kinds
-from .measured import OWN, name_of, reasons, rows_of, series_of
+from .measured import OWN, label_of, reasons, rows_of, series_of
 from .section import Plot, Section, Table
 from .settings import Settings
 from .tables import table_of
@@ -77,7 +77,7 @@ def compared(settings: Settings, group: str, rows: Sequence[Row]) -> list[Compar
             other, peer = min(others)
             times, own = band(ratios(ran[OWN], ran[peer])), band(ran[OWN]).median
             case = in_words(cell, settings)
-            comparisons.append(Comparison("speed", group, case, own, other, name_of(peer), *times))
+            comparisons.append(Comparison("speed", group, case, own, other, label_of(peer), *times))
     return comparisons
 
 
@@ -96,7 +96,7 @@ def length_table(rows: Sequence[Row], unit: str, scale: float) -> Table:
         by_provider = {row.provider: row for row in rows if row.cell == cell}
         figures = (entry(by_provider[name], scale) for name in providers)
         lines.append((cell.measure, f"{cell.seqlen_q:,}", *figures))
-    columns = ("", "length", *(f"{name_of(name)}, {unit}" for name in providers))
+    columns = ("", "length", *(f"{label_of(name)}, {unit}" for name in providers))
     numbers = frozenset(range(1, len(columns)))
     return Table(columns, lines, numbers, "Median, and 20% to 80% of the rounds.", folded="The figures of the pictures")
 
