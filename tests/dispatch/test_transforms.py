@@ -12,6 +12,7 @@ import torch
 from checking import offsets, tile_size
 from formula import EXAMPLES, HQ, SK, SQ, B, D, Example, Outputs, dense, dense_formula, everything, loss, randn
 from torch import Tensor
+from torch._vmap_internals import _vmap
 from torch.autograd import forward_ad
 from torch.func import (
     functional_call,
@@ -279,6 +280,20 @@ def test_batched_cotangents_of_autograd(with_lse: bool) -> None:
     jacobian = torch.autograd.functional.jacobian
     found, right = (jacobian(lambda q: flashtile.attention(q, k, v), q, vectorize=x) for x in (True, False))
     torch.testing.assert_close(found, right)
+
+
+def test_batches_of_none() -> None:
+    """As for operations of PyTorch's own: results without examples, of the right shapes."""
+    q, k, v = (leaf(x) for x in dense().tensors)
+    out = flashtile.attention(q, k, v)
+    none, douts = q.new_empty((0, *q.shape)), out.new_empty((0, *out.shape))
+    assert vmap(lambda q: flashtile.attention(q, k, v))(none).shape == douts.shape
+    pullback = torch.func.vjp(lambda q, k: flashtile.attention(q, k, v), q, k)[1]
+    assert [x.shape for x in vmap(pullback)(douts)] == [none.shape, (0, *k.shape)]
+    jacobian = torch.func.jacrev(lambda q: flashtile.attention(q, k, v)[..., :0])(q)
+    assert jacobian.shape == (*out.shape[:-1], 0, *q.shape)
+    [dq] = _vmap(lambda dout: torch.autograd.grad(out, (q,), dout, retain_graph=True))(douts)
+    assert dq.shape == none.shape
 
 
 def test_hooks_of_saved_tensors() -> None:

@@ -212,21 +212,28 @@ def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def one_by_one(op: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-    """An operator under torch.vmap: each example is a call of its own, with the positions and dropout of that call."""
+    """An operator under torch.vmap: each example is a call of its own, with the positions and dropout of that call. For
+    the shapes of no results, there is an example of zeros.
+    """
+    size = info.batch_size
 
     def example(x: Any, dim: Any, n: int) -> Any:
         if isinstance(dim, list | tuple):
             return [example(part, d, n) for part, d in zip(x, dim, strict=True)]
-        return x if dim is None else x.select(dim, n)
+        if dim is None:
+            return x
+        return x.select(dim, n) if size > 0 else x.new_zeros((*x.shape[:dim], *x.shape[dim + 1 :]))
 
     def stacked(*parts: Any) -> Any:
-        return [torch.stack(p) for p in zip(*parts, strict=True)] if isinstance(parts[0], list) else torch.stack(parts)
+        if isinstance(parts[0], list):
+            return [stacked(*p) for p in zip(*parts, strict=True)]
+        return torch.stack(parts) if size > 0 else parts[0].new_empty((0, *parts[0].shape))
 
     def dims(x: Any) -> Any:
         return [0] * len(x) if isinstance(x, list) else 0
 
     results = [
-        op(*(example(x, dim, n) for x, dim in zip(arguments, in_dims, strict=True))) for n in range(info.batch_size)
+        op(*(example(x, dim, n) for x, dim in zip(arguments, in_dims, strict=True))) for n in range(max(size, 1))
     ]
     outputs = tuple(stacked(*parts) for parts in zip(*results, strict=True))
     return outputs, tuple(dims(x) for x in outputs)
