@@ -11,9 +11,10 @@ from ..call.cache import CacheCall
 from ..call.cache_tensors import CacheTensors
 from ..call.window import ExactWindow as ExactWindow  # part of the interface, as the functions are
 from ..dispatch.cache_operator import attend_with_cache
-from .normalize import lengths_of, normalize, rotary_of
+from .normalize import lengths_of, normalize
 from .out import direct_out
 from .public_call import Request, public_call
+from .settings import rotary_of
 from .signatures import (
     CacheKeywords,
     Causal,

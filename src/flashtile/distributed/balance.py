@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..api.normalize import chunk_of, window_of
+from ..api.settings import chunk_of, window_of
 from ..api.signatures import Causal, MaskArgument, WindowArgument
 from ..call.window import Window
 from ..errors import ArgumentError

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..api.normalize import DEFAULT_ROTARY, lengths_of, normalize
+from ..api.normalize import lengths_of, normalize
+from ..api.settings import DEFAULT_ROTARY
 from ..call import check, device
 from ..call.cache import as_pages
 from ..call.cache_tensors import CACHE_INDICES, CacheTensors, appended

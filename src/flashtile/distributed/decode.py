@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..api.merge import merge_attention
-from ..api.normalize import DEFAULT_ROTARY
+from ..api.settings import DEFAULT_ROTARY
 from ..api.signatures import Causal, Lengths, WindowArgument
 from ..call.cache import CacheCall
 from ..call.cache_tensors import CacheTensors, held

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..api.normalize import window_of
+from ..api.settings import window_of
 from ..api.signatures import Causal, MaskArgument, WindowArgument
 from ..errors import ArgumentError
 from ..iomodel import backward_flops, forward_flops

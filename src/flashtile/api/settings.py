@@ -1,0 +1,171 @@
+"""The settings of a call from the numbers, strings and pairs that a user writes, each with what is accepted for it."""
+
+import functools
+import math
+import operator
+from collections.abc import Callable
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call.cache_tensors import RotarySettings
+from ..call.call import Settings
+from ..call.window import ExactWindow, Window
+from ..errors import ArgumentError, call_of
+
+DEFAULT_ROTARY = RotarySettings()
+LARGEST_FLOAT = torch.finfo(torch.float32).max
+
+
+def settings_of(function: str, head_dim: int, causal: Any, window: Any, *others: Any) -> Settings:
+    """The settings of a call's scalars. Scalars repeat, and what they mean is remembered. Not under a trace, and not
+    for windows that might be told from equal ones by their elements' types, which tell an error.
+    """
+    pair = type(window) in (tuple, ExactWindow)
+    plain = window is None or (pair and all(n is None or type(n) is int for n in window))
+    if plain and not torch.compiler.is_compiling():
+        try:
+            return known_settings(function, head_dim, causal, window, *others)
+        except TypeError:  # something without a hash: it is not accepted, or a symbol of a trace
+            pass
+    return new_settings(function, head_dim, causal, window, *others)
+
+
+def new_settings(
+    function: str,
+    head_dim: int,
+    causal: Any,
+    window: Any,
+    attention_chunk: Any,
+    scale: Any,
+    softcap: Any,
+    dropout_p: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    num_splits: Any,
+    deterministic: Any,
+    backend: Any,
+) -> Settings:
+    bounds = window_of(function, causal, window)
+    return Settings(
+        scale=scale_of(function, scale, head_dim),
+        softcap=softcap_of(function, softcap),
+        window_left=bounds.left,
+        window_right=bounds.right,
+        top_left=bounds.top_left,
+        attention_chunk=chunk_of(function, attention_chunk),
+        dropout_p=number(function, "dropout_p", dropout_p, "0 <= dropout_p < 1", lambda p: 0 <= p < 1, "0.1"),
+        max_seqlen_q=integer(function, "max_seqlen_q", max_seqlen_q, 0, "the total number of tokens"),
+        max_seqlen_k=integer(function, "max_seqlen_k", max_seqlen_k, 0, "the total number of tokens"),
+        num_splits=integer(function, "num_splits", num_splits, 1, "as many as the backend chooses"),
+        deterministic=flag(function, "deterministic", deterministic, "True, False or None"),
+        backend=backend_name(function, backend),
+    )
+
+
+known_settings = functools.lru_cache(maxsize=1024, typed=True)(new_settings)
+
+
+def window_of(function: str, causal: Any, window: Any) -> Window:
+    left: int | None = None
+    right: int | None = None
+    if window is not None:
+        a_pair = isinstance(window, tuple | list) and len(window) == 2
+        sides: list[Any] = [n if n is None else as_int(n) for n in window] if a_pair else []
+        unlimited = None if isinstance(window, ExactWindow) else -1
+        if not a_pair or any(
+            (n is None and given is not None) or (n is not None and not -(2**63) <= n < 2**63)
+            for n, given in zip(sides, window, strict=True)
+        ):
+            accepted = (
+                "None, or (left, right) of integers, where None or -1 is unlimited; in a flashtile.ExactWindow, None "
+                "alone"
+            )
+            raise ArgumentError("window", window, accepted, call_of(function, "window=(127, 0)"))
+        # No sequence is that long, and sums of positions stay within 64 bits.
+        left, right = (None if n is None or n == unlimited or n >= 2**31 else max(n, -(2**31)) for n in sides)
+    if causal is False:
+        return Window(left, right)
+    if causal is True:
+        return Window(left, 0 if right is None else min(right, 0))  # causal hides what is to the right of 0
+    if isinstance(causal, str) and causal == "top_left":
+        return Window(left, right, top_left=True)
+    accepted = "False, True (bottom-right) or 'top_left'"
+    raise ArgumentError("causal", causal, accepted, call_of(function, "causal=True"))
+
+
+def chunk_of(function: str, chunk: Any) -> int | None:
+    n = integer(function, "attention_chunk", chunk, 0, "no chunks, as for 0")
+    return None if n is None or n == 0 else min(n, 2**31)
+
+
+def scale_of(function: str, scale: Any, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim) if head_dim > 0 else 1.0
+    accepted = "a number that is finite in float32, or None for head_dim ** -0.5"
+    return number(function, "scale", scale, accepted, lambda x: abs(x) <= LARGEST_FLOAT, "0.125")
+
+
+def softcap_of(function: str, softcap: Any) -> float | None:
+    if softcap is None:
+        return None
+    accepted = "a number above 0 that is finite in float32; None or 0 is no softcap"
+    return number(function, "softcap", softcap, accepted, lambda x: 0 <= x <= LARGEST_FLOAT, "50.0") or None
+
+
+def rotary_of(interleaved: Any, q_fixed: Any) -> RotarySettings:
+    if interleaved is True and q_fixed is False:
+        return DEFAULT_ROTARY
+    function, accepted = "attention_with_kvcache", "True or False"
+    return RotarySettings(
+        flag(function, "rotary_interleaved", interleaved, accepted), flag(function, "rotary_q_fixed", q_fixed, accepted)
+    )
+
+
+def number(
+    function: str, argument: str, value: Any, accepted: str, accepts: Callable[[Any], bool], example: str
+) -> float:
+    x = value
+    if isinstance(value, Real) and not isinstance(value, int | float):  # NumPy's, whose arithmetic may overflow
+        x = float(value)
+    a_number = isinstance(x, int | float | torch.SymFloat | torch.SymInt) and not isinstance(x, bool)
+    if not a_number or not accepts(x):
+        raise ArgumentError(argument, value, accepted, call_of(function, f"{argument}={example}"))
+    return float(x)
+
+
+def integer(function: str, argument: str, value: Any, least: int, default: str) -> int | None:
+    if value is None:
+        return None
+    n = as_int(value)
+    if n is None or not least <= n < 2**63:
+        accepted = f"an int from {least}, or None for {default}"
+        raise ArgumentError(argument, value, accepted, call_of(function, f"{argument}=128"))
+    return n
+
+
+def flag(function: str, argument: str, value: Any, accepted: str) -> bool:
+    if not isinstance(value, bool):
+        raise ArgumentError(argument, value, accepted, call_of(function, f"{argument}=True"))
+    return value
+
+
+def backend_name(function: str, value: Any) -> str:
+    if not isinstance(value, str):
+        accepted = "the name of a backend, or 'auto'"
+        raise ArgumentError("backend", value, accepted, call_of(function, "backend='auto'"))
+    return value
+
+
+def as_int(value: Any) -> Any:
+    """The int that a value is, NumPy's included, or its symbol; `None` for all else. A tensor would have to be read
+    back.
+    """
+    if isinstance(value, int | torch.SymInt):
+        return None if isinstance(value, bool) else value
+    try:
+        return None if isinstance(value, Tensor) else operator.index(value)
+    except TypeError:
+        return None
