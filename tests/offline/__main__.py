@@ -12,9 +12,9 @@ import triton
 from rich.console import Console
 from rich.progress import track
 
-from flashtile.backend.triton.families import KIB, SHARED_MEMORY
+from flashtile.backend.triton.families import SHARED_MEMORY
 
-from .compiled import compile_launch
+from .compiled import KIB, compile_launch
 from .families import ARCHITECTURES, FAMILIES, call_of_family, most_registers
 from .launches import hopper_launches_of, launches_of
 

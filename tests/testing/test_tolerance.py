@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from tiled_emulation import TiledEmulation, part
 from torch import Tensor
 
 from flashtile.testing.case import Case, ExactSides, MaskFunction
-from flashtile.testing.emulation import TiledEmulation, part
 from flashtile.testing.generate import random_case
 from flashtile.testing.inputs import bias_values, query_key_value
 from flashtile.testing.mask_functions import of_heads

@@ -1,5 +1,5 @@
 """Random cases, the fp64 oracle that solves them, and the tolerances of a backend's results.
 
 Import from the modules: `case`, `generate`, `oracle`, `tolerance`; `draw`, `generate_cache`, `pages`, `inputs`,
-`layouts`, `score_functions`, `poison` and `emulation` are their parts and aids.
+`layouts`, `score_functions` and `poison` are their parts and aids.
 """

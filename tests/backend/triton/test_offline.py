@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from exhausted import runs_out_of_memory
-from offline.compiled import compile_launch, unset_registers
+from offline.compiled import KIB, compile_launch, unset_registers
 from offline.families import ARCHITECTURES, call_of_family, most_registers
 from offline.launches import launches_of, recorded, replay_of, results_of
 
@@ -18,7 +18,7 @@ import flashtile
 from flashtile.api.explain import described_call
 from flashtile.backend.gpu.installed import triton_version
 from flashtile.backend.gpu.pairs import has_pairs
-from flashtile.backend.triton.families import KIB, SHARED_MEMORY
+from flashtile.backend.triton.families import SHARED_MEMORY
 from flashtile.backend.triton.support import MAX_HEAD_DIM
 from flashtile.call.call import DIFFERENTIABLE, Call
 from flashtile.dispatch.operators import OPERATORS

@@ -6,7 +6,6 @@ from ...call.device import Device
 from ...call.problem import Problem
 from ...expression.formula import Formula, loads_pairs
 
-KIB = 1024
 SHARED_MEMORY = {  # KiB that one program may take
     "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_103": 227, "sm_120": 99,
     "sm_121": 99, "gfx942": 64, "gfx950": 160,

@@ -128,18 +128,13 @@ def tile_mask(
     }
     settings |= {"use_vmap": use_vmap, "device": device, "q_offset": q_offset}
     if is_tracing(attention_mask):
-        if (
-            attention_mask is None
-            and not isinstance(q_offset, Tensor)
-            and q_length == kv_length
-            and q_offset == kv_offset
-        ):
-            causal = mask_function is causal_mask_function and allow_is_causal_skip
-            if causal or (mask_function is bidirectional_mask_function and allow_is_bidirectional_skip):
-                return None
-        skips = {"allow_is_causal_skip": allow_is_causal_skip, "local_size": others.get("local_size")}
-        skips["allow_is_bidirectional_skip"] = allow_is_bidirectional_skip
-        return sdpa_mask(batch_size, q_length, kv_length, **settings, **skips)
+        skips: dict[str, Any] = {
+            "allow_is_causal_skip": allow_is_causal_skip,
+            "allow_is_bidirectional_skip": allow_is_bidirectional_skip,
+        }
+        if is_left_out(q_length, kv_length, settings, **skips):
+            return None
+        return sdpa_mask(batch_size, q_length, kv_length, **settings, **skips, local_size=others.get("local_size"))
 
     def make() -> Tensor:
         mask = sdpa_mask(batch_size, q_length, kv_length, **settings, allow_is_causal_skip=False)
@@ -169,3 +164,21 @@ def tile_mask(
         mod = mask.mod()  # now, since compiled layers that use it cannot trace it
         return mask.dense() if known is None and mod is None else mask
     return mask
+
+
+def is_left_out(
+    q_length: int,
+    kv_length: int,
+    settings: dict[str, Any],
+    *,
+    allow_is_causal_skip: bool,
+    allow_is_bidirectional_skip: bool,
+) -> bool:
+    """Whether attention needs no mask: all of it is causal, or nothing is hidden, in self-attention without padding."""
+    q_offset, function = settings["q_offset"], settings["mask_function"]
+    if settings["attention_mask"] is not None or isinstance(q_offset, Tensor):
+        return False
+    if q_length != kv_length or q_offset != settings["kv_offset"]:
+        return False
+    causal = function is causal_mask_function and allow_is_causal_skip
+    return causal or (function is bidirectional_mask_function and allow_is_bidirectional_skip)

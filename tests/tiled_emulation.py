@@ -11,9 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from .case import Case, ExactSides, MaskFunction
-from .oracle.philox import keep_factors
-from .tolerance import accumulation_dtype
+from flashtile.testing.case import Case, ExactSides, MaskFunction
+from flashtile.testing.oracle.philox import keep_factors
+from flashtile.testing.tolerance import accumulation_dtype
 
 INF = float("inf")
 LOG2_E = math.log2(math.e)
