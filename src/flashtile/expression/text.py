@@ -1,7 +1,6 @@
 """Programs as text that reads like the formula: operators of Python, shared parts with names of their own."""
 
 from collections import Counter
-from collections.abc import Sequence
 
 from .operations import CALL, COMPARISON, OPERATIONS, UNARY
 from .program import INTEGERS, REAL, Instruction, Program, number
@@ -9,14 +8,14 @@ from .program import INTEGERS, REAL, Instruction, Program, number
 Text = tuple[str, int]  # and the precedence of its outermost operator
 
 
-def text(program: Program, tensors: Sequence[str] = ()) -> str:
-    """A line for each shared part, and one with the results. `tensors` are names of captured tensors."""
+def text(program: Program) -> str:
+    """A line for each shared part, and one with the results."""
     uses = Counter(n for x in program.instructions for n in x.operands) + Counter(program.outputs)
     lines: list[str] = []
     found: list[Text] = []
     for n, x in enumerate(program.instructions):
         source = program.instructions[x.operands[0]].kind if x.operands else ""
-        whole = of_instruction(x, [found[m] for m in x.operands], source, tensors)
+        whole = of_instruction(x, [found[m] for m in x.operands], source)
         if uses[n] > 1 and x.op not in ("constant", "input", "size", "cast", "neg"):
             name = f"x{len(lines)}"
             lines.append(f"{name} = {whole[0]}")
@@ -25,10 +24,7 @@ def text(program: Program, tensors: Sequence[str] = ()) -> str:
     return "\n".join([*lines, ", ".join(found[n][0] for n in program.outputs)])
 
 
-def of_instruction(x: Instruction, operands: list[Text], source: str, tensors: Sequence[str]) -> Text:
-    def name(tensor: int) -> str:
-        return tensors[tensor] if tensor < len(tensors) else f"tensor{tensor}"
-
+def of_instruction(x: Instruction, operands: list[Text], source: str) -> Text:
     match x.op:
         case "constant":
             value = number(x)
@@ -36,9 +32,10 @@ def of_instruction(x: Instruction, operands: list[Text], source: str, tensors: S
         case "input":
             return str(x.value), CALL
         case "size":
-            return f"{name(x.value[0])}.shape[{x.value[1]}]", CALL
+            return f"tensor{x.value[0]}.shape[{x.value[1]}]", CALL
         case "load":
-            return (f"{name(x.value)}[{', '.join(t for t, _ in operands)}]" if operands else name(x.value)), CALL
+            indices = f"[{', '.join(t for t, _ in operands)}]" if operands else ""
+            return f"tensor{x.value}{indices}", CALL
         case "cast":
             whole = x.kind in INTEGERS and source == REAL
             return (f"int({operands[0][0]})", CALL) if whole else operands[0]  # others are implied, as in Python

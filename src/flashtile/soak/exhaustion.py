@@ -12,14 +12,14 @@ ROOM = (0, 2, 4, 8, 16, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 512)  # MiB b
 BATCH, HEADS, SEQLEN, HEAD_DIM = 4, 16, 2048, 64  # q, k, v and out of 16 MiB each
 
 
-def exhaust(device: torch.device, turn: int, backend: str = "auto") -> tuple[int, list[str]]:
+def exhaust(device: torch.device, turn: int) -> tuple[int, list[str]]:
     """Run forward and backward with more and more free memory; return how often it ran out, and all failures.
 
     Each `turn` has a length of its own, so that the setup of a first call is interrupted too.
     """
     wrong: list[str] = []
     inputs = problem(SEQLEN - 16 * (turn % 64), device)
-    gradients(problem(SEQLEN - 8, device), backend)  # setup for calls of all lengths stays allocated
+    gradients(problem(SEQLEN - 8, device))  # setup for calls of all lengths stays allocated
     before, failures = settled(device), 0
     for room in ROOM:
         limit = (torch.cuda.memory_reserved(device) + room * MIB) / torch.cuda.get_device_properties(
@@ -27,7 +27,7 @@ def exhaust(device: torch.device, turn: int, backend: str = "auto") -> tuple[int
         ).total_memory
         torch.cuda.set_per_process_memory_fraction(min(limit, 1.0), device)
         try:
-            gradients(inputs, backend)
+            gradients(inputs)
         except torch.OutOfMemoryError:
             failures += 1
         except Exception as error:
@@ -39,7 +39,7 @@ def exhaust(device: torch.device, turn: int, backend: str = "auto") -> tuple[int
             before = left
     if failures == 0:
         wrong.append("memory never ran out")
-    first, second = gradients(inputs, backend), gradients(inputs, backend)
+    first, second = gradients(inputs), gradients(inputs)
     expected = of_pytorch(inputs)
     for name, x, y, z in zip(("out", "dq", "dk", "dv"), first, second, expected, strict=True):
         if not torch.equal(x, y):
@@ -64,9 +64,9 @@ def settled(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)
 
 
-def gradients(inputs: tuple[Tensor, ...], backend: str) -> tuple[Tensor, ...]:
+def gradients(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     q, k, v, dout = inputs
-    out = flashtile.attention(q, k, v, causal=True, deterministic=True, backend=backend)
+    out = flashtile.attention(q, k, v, causal=True, deterministic=True)
     assert isinstance(out, Tensor)
     return (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
 

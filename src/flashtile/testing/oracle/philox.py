@@ -19,11 +19,11 @@ HALF_RANGE = 1 << 16
 Words = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]
 
 
-def philox4x32(counter: Words, key: tuple[int, int], rounds: int = ROUNDS) -> Words:
+def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
     """Four random words for each counter; the counter's words broadcast against one another."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         product0, product1 = MULTIPLIERS[0] * c0, MULTIPLIERS[1] * c2
         c0, c1, c2, c3 = (
             (product1 >> WORD_BITS) ^ c1 ^ np.uint64(k0),
