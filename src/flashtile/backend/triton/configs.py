@@ -105,8 +105,11 @@ SHORT_LENGTH = 128  # of its rows and of its keys: longer and narrower ones spil
 
 def tile(problem: Problem, device: Device) -> TileConfig:
     tiles = pass_tiles(problem, device)
+    by = BY_PYTORCH[problem.dtype is torch.float32]
     if takes_products(problem, device):
-        return tiles._replace(products=BY_PYTORCH[problem.dtype is torch.float32])
+        tiles = tiles._replace(products=by)
+    if takes_products(problem, device, backward=True):
+        return tiles._replace(products_backward=by, dbias=dbias_tile(tiles.dq, problem, device))
     return tiles._replace(dbias=dbias_tile(tiles.dq, problem, device), fused=fused_tile(problem, device))
 
 
