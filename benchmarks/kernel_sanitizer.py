@@ -84,12 +84,19 @@ def few_rows() -> None:
 
 
 def products() -> None:
-    """Products of parts by kernels and by PyTorch, one TF32 product, and wide heads of 16 bits."""
+    """Products of parts by kernels and by PyTorch, one TF32 product, and wide heads of 16 bits with features."""
     for precision in ("highest", "high"):
         torch.set_float32_matmul_precision(precision)
         attend(*(rows(1, 17, 1100, 40, torch.float32) for _ in range(3)))
         attend(*(rows(1, 2, 1100, 512, torch.float32) for _ in range(3)))
     attend(*(rows(1, 2, 2300, 512) for _ in range(3)))
+    q, k, v = rows(1, 6, 1100, 264), rows(1, 2, 1133, 264), rows(1, 2, 1133, 512)
+    mask = torch.rand(1, 1, 1, 1133, device="cuda") > 0.3
+    slopes, sinks = (torch.rand(6, device="cuda", requires_grad=True) for _ in range(2))
+    options: list[dict[str, Any]] = [{"causal": True, "mask": mask}, {"window": (700, 5), "softcap": 20.0}]
+    options += [{"alibi_slopes": slopes, "sinks": sinks, "dropout_p": 0.1, "causal": True}]
+    for some in options:
+        attend(q, k, v, **some)
 
 
 GROUPS: dict[str, Callable[[], None]] = {x.__name__: x for x in (widths, groups, features, pages, few_rows, products)}

@@ -13,8 +13,8 @@ from flashtile.call.problem import Problem
 from flashtile.dispatch.launches import launches_of, tiles_of
 from flashtile.prebuilt.launches import device_of, plan_of
 
-OTHERS = {"split_rows", "preprocess"}
-BETWEEN_PRODUCTS = {"softmax", "gradient"}
+OTHERS = {"split_rows", "preprocess", "operand", "store"}
+BETWEEN_PRODUCTS = {"products": "softmax", "products in backward": "gradient"}
 
 
 @pytest.fixture(params=["ieee", "tf32"])
@@ -42,7 +42,8 @@ def planned(
         ((4, 2, 64, 64), torch.bfloat16, "sm_80", ("q", "k"), {"forward", "dkdv", "dq"}),
         ((1, 2, 2048, 64), torch.float32, "sm_90", ("q", "v"), {"forward", "dkdv", "dq"}),
         ((1, 2, 2048, 64), torch.float32, "sm_90", ("k",), {"forward", "dkdv"}),
-        ((1, 2, 4096, 256), torch.float32, "sm_90", ("q", "k", "v"), {"products"}),
+        ((1, 2, 4096, 256), torch.float32, "sm_90", ("q", "k", "v"), {"products", "products in backward"}),
+        ((1, 1, 1024, 512), torch.bfloat16, "sm_90", ("q", "k", "v"), {"forward", "products in backward"}),
     ],
 )
 def test_tiles_of_triton(
@@ -55,12 +56,11 @@ def test_tiles_of_triton(
     assert set(tiles) == kernels
     launches = launches_of(call, forward, (backward, needs))
     launched = {x.kernel.name.removesuffix("_kernel"): x.scalars for x in launches}
-    if "products" in kernels:
-        assert set(launched) >= BETWEEN_PRODUCTS
-        split = launched["softmax"]["PARTS"]
-        assert split == (precision == "ieee") == ("bfloat16 parts" in tiles["products"])
-        return
-    assert set(launched) - OTHERS == kernels
+    for name, kernel in BETWEEN_PRODUCTS.items():
+        if name in kernels:
+            split = dtype is torch.float32 and precision == "ieee"
+            assert launched.pop(kernel)["PARTS"] == split == ("bfloat16 parts" in tiles.pop(name))
+    assert set(launched) - OTHERS == set(tiles)
     for name, tile in tiles.items():
         scalars, sizes = launched[name], getattr(tile, "tile", tile)[:4]
         found = scalars["CONFIG"]

@@ -1,6 +1,7 @@
 """Products that kernels of backward compute of bfloat16 parts, and those of PyTorch, in Triton's interpreter."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from flashtile.backend.triton.split_rows import split_rows
 from flashtile.backend.triton.support import interpreted
 from flashtile.dispatch import fast_path
 from flashtile.testing.case import Case
+from flashtile.testing.poison import poisoned_allocation
 from flashtile.testing.tolerance import compare
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1")
@@ -51,68 +53,91 @@ def test_rows_are_split_ahead_of_backward(case: Case) -> None:
     assert splits.call_count == 4  # q, k, v and dout, once for both kernels
 
 
-@pytest.mark.parametrize("scores", [2**25, 2 * 64 * 128])  # one block, and blocks of two heads and 64 rows
+@contextmanager
+def by_pytorch(scores: int = 2 * 64 * 128, keys: int = 8192, *, tf32: bool = False) -> Iterator[None]:
+    """Products by PyTorch: chunks of 64 rows or keys, blocks of at most so many scores, rows in blocks of `keys`."""
+    score_blocks.blocks_of.cache_clear()
+    with ExitStack() as patches:
+        for name, value in (("CHUNK", 64), ("ROWS", 16), ("SCORES", scores), ("BLOCK_COST", 0), ("KEY_COST", 0)):
+            patches.enter_context(mock.patch.object(score_blocks, name, value))
+        for name, value in (("MOST_IN_REGISTERS", keys), ("LEAST_WIDTH", 32)):
+            patches.enter_context(mock.patch.object(host_products, name, value))
+        if tf32:
+            patches.enter_context(mock.patch.object(host_products, "allows_tf32", return_value=True))
+            patches.enter_context(mock.patch.object(called, "allows_tf32", return_value=True))
+        patches.enter_context(mock.patch.object(configs, "takes_products", return_value=True))
+        patches.enter_context(mock.patch.object(torch, "bmm", bmm(torch.bmm)))
+        patches.enter_context(mock.patch.object(torch, "baddbmm", baddbmm(torch.baddbmm)))
+        patches.enter_context(poisoned_allocation())
+        yield
+    score_blocks.blocks_of.cache_clear()
+
+
 @pytest.mark.parametrize(
-    "case",
+    ("case", "scores"),  # one block, or blocks of two heads and 64 rows
     [
-        case_of((2, 2, 2, 150, 100, 24, 40), transposed=True, values="infinite"),
-        case_of((1, 3, 3, 70, 16, 40, 24), scale=-0.2),
-        case_of((1, 1, 1, 130, 130, 24, 24), values="far apart"),
-        case_of((1, 1, 1, 16, 600, 16, 16), values="equal"),
+        (case_of((1, 2, 2, 150, 100, 24, 40), transposed=True, values="infinite"), 2**25),
+        (case_of((2, 2, 2, 75, 100, 24, 40), transposed=True, values="infinite"), 2 * 64 * 128),
+        (case_of((1, 3, 3, 70, 16, 40, 24), scale=-0.2), 2 * 64 * 128),
+        (case_of((1, 1, 1, 130, 130, 24, 24), values="far apart"), 2**25),
+        (case_of((1, 1, 1, 16, 600, 16, 16), values="equal"), 2 * 64 * 128),
+        (case_of((1, 6, 2, 75, 140, 16, 24), causal=True, values="outliers"), 2 * 64 * 128),
+        (case_of((1, 5, 1, 40, 70, 16, 16), window=(30, 4), softcap=3.0), 64 * 128),
     ],
-    ids=lambda case: case.description,
+    ids=lambda x: getattr(x, "description", str(x)),
 )
 def test_pytorch_multiplies_parts(case: Case, scores: int) -> None:
-    with (
-        mock.patch.object(score_blocks, "CHUNK", 64),
-        mock.patch.object(score_blocks, "SCORES", scores),
-        mock.patch.object(configs, "takes_products", return_value=True),
-        mock.patch.object(torch, "bmm", bmm(torch.bmm)),
-        mock.patch.object(torch, "baddbmm", baddbmm(torch.baddbmm)),
-    ):
+    with by_pytorch(scores):
         assert failures(case) == []
 
 
 @pytest.mark.parametrize(
     "case",
-    [case_of((2, 2, 2, 150, 100, 24, 40), transposed=True, values="infinite"), case_of((1, 3, 3, 70, 16, 40, 24))],
+    [
+        case_of((1, 2, 2, 150, 100, 24, 40), transposed=True, values="infinite"),
+        case_of((2, 4, 1, 50, 70, 16, 24), transposed=True, window=(20, 3)),
+    ],
     ids=lambda case: case.description,
 )
 def test_pytorch_multiplies_whole_numbers(case: Case) -> None:
     """Where one TF32 product is allowed, which on a CPU is exact; in blocks of two heads and 64 rows."""
-    with (
-        mock.patch.object(score_blocks, "CHUNK", 64),
-        mock.patch.object(score_blocks, "SCORES", 2 * 64 * 128),
-        mock.patch.object(configs, "takes_products", return_value=True),
-        mock.patch.object(host_products, "allows_tf32", return_value=True),
-        mock.patch.object(called, "allows_tf32", return_value=True),
-        mock.patch.object(torch, "bmm", bmm(torch.bmm)),
-        mock.patch.object(torch, "baddbmm", baddbmm(torch.baddbmm)),
-    ):
+    with by_pytorch(tf32=True):
         assert failures(case) == []
+
+
+def pairs(rows: int, keys: int) -> torch.Tensor:
+    return torch.rand(1, 1, rows, keys, generator=torch.Generator().manual_seed(1))
+
+
+DROP = {"dropout_p": 0.3, "dropout_seed": 1}
 
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
-        (case_of((2, 2, 2, 150, 100, 24, 40), transposed=True, values="infinite"), torch.bfloat16),
+        (case_of((1, 2, 2, 150, 100, 24, 40), transposed=True, values="infinite"), torch.bfloat16),
         (case_of((1, 3, 3, 70, 150, 40, 24), scale=-0.2), torch.float16),
         (case_of((1, 1, 1, 16, 600, 16, 16), values="equal"), torch.float16),
+        (case_of((2, 4, 2, 50, 150, 24, 40), causal=True), torch.bfloat16),
+        (case_of((1, 3, 1, 150, 70, 24, 16), transposed=True, causal=True, values="outliers"), torch.float16),
+        (case_of((1, 2, 2, 150, 130, 16, 24), window=(40, 5), values="equal"), torch.bfloat16),
+        (case_of((1, 2, 1, 100, 120, 16, 24), attention_chunk=48, causal=True), torch.float16),
+        (case_of((1, 4, 2, 60, 140, 16, 16), mask=pairs(60, 140) > 0.5, sinks=torch.randn(4)), torch.bfloat16),
+        (case_of((2, 2, 1, 60, 75, 16, 16), mask=(pairs(2, 75) > 0.5).view(2, 1, 1, 75), causal=True), torch.float16),
+        (
+            case_of((1, 4, 2, 40, 70, 16, 16), softcap=2.0, bias=pairs(40, 70), window=(60, 9), **DROP),
+            torch.bfloat16,
+        ),
+        (case_of((1, 4, 2, 40, 70, 16, 16), alibi_slopes=pairs(1, 4)[0, 0, 0], causal=True, **DROP), torch.float16),
     ],
     ids=lambda x: getattr(x, "description", str(x)),
 )
 def test_pytorch_multiplies_half(case: Case, dtype: torch.dtype) -> None:
     """In blocks of two heads and 64 rows, rows in blocks of 128 keys."""
-    arguments = {name: x.to(dtype) if isinstance(x, torch.Tensor) else x for name, x in case.arguments.items()}
+    rows = ("q", "k", "v", "bias")
+    arguments = {name: x.to(dtype) if name in rows else x for name, x in case.arguments.items()}
     assert case.dout is not None
-    with (
-        mock.patch.object(score_blocks, "CHUNK", 64),
-        mock.patch.object(score_blocks, "SCORES", 2 * 64 * 128),
-        mock.patch.object(host_products, "MOST_IN_REGISTERS", 128),
-        mock.patch.object(configs, "takes_products", return_value=True),
-        mock.patch.object(torch, "bmm", bmm(torch.bmm)),
-        mock.patch.object(torch, "baddbmm", baddbmm(torch.baddbmm)),
-    ):
+    with by_pytorch(keys=128):
         assert failures(Case("attention", arguments, case.dout.to(dtype), case.dlse)) == []
 
 

@@ -210,13 +210,17 @@ def test_decoding_of_many_rows_leaves_room_for_two_programs() -> None:
 
 
 def test_wide_heads_of_float32_are_left_to_matrix_products() -> None:
-    def deferred(width: int = 512, seqlen: int = 2048, device: Device = H200, **changes: Any) -> bool:
+    """By kernels between them on Hopper, where the heads are whole vectors, else by another backend."""
+
+    def deferred(width: int = 512, seqlen: int = 2048, device: Device = A100, **changes: Any) -> bool:
         given = {"dtype": torch.float32, "head_dim": width, "head_dim_v": width} | changes
-        call = replace(problem(), seqlen_q=seqlen, seqlen_k=seqlen, batch=1, num_heads_q=1, **given)
+        call = replace(problem(), seqlen_q=seqlen, seqlen_k=seqlen, batch=1, num_heads_q=1, num_heads_kv=1, **given)
         return support.defers(call, device) is not None
 
     assert deferred()
     assert deferred(160, 4096)
+    assert not deferred(device=H200)
+    assert deferred(516, device=H200)
     for others in (
         {"width": 128},
         {"dtype": torch.bfloat16},
@@ -226,6 +230,30 @@ def test_wide_heads_of_float32_are_left_to_matrix_products() -> None:
     ):
         assert not deferred(**others)
     assert not deferred(device=Device("cpu", "CPU", "x86_64", 2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "products"),
+    [
+        ({}, (True, True)),
+        ({"seqlen_q": 512, "seqlen_k": 512}, (False, True)),
+        ({"window": Window(None, 0)}, (True, True)),
+        ({"window": Window(15, 0)}, (False, False)),
+        ({"window": Window(1023, 0)}, (False, True)),
+        ({"features": Features(mask=(False, True, False, False))}, (True, True)),
+        ({"mask_mod": mock.sentinel.formula}, (False, True)),
+        ({"num_heads_kv": 8, "head_dim": 264, "head_dim_v": 264}, (False, True)),
+        ({"deterministic": True}, (False, False)),
+        ({"dropout": True, "octet_start": 3}, (False, False)),
+        ({"head_dim": 256, "head_dim_v": 256}, (False, False)),
+        ({"layout": "varlen"}, (False, False)),
+    ],
+)
+def test_wide_heads_of_half_precision(changes: dict[str, Any], products: tuple[bool, bool]) -> None:
+    """Passes whose products are PyTorch's."""
+    given = {"head_dim": 512, "head_dim_v": 512, "seqlen_q": 2048, "seqlen_k": 2048} | changes
+    found = configs.tile(replace(problem(), batch=1, **given), H200)
+    assert (found.products is not None, found.products_backward is not None) == products
 
 
 def test_misaligned_rows_have_no_warpgroup_products_where_they_decode() -> None:

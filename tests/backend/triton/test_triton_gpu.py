@@ -3,13 +3,17 @@
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from float32_cases import case_of
 from infinite import infinite_case
 from variants import VARIANTS
 
 import flashtile
+from flashtile.backend.triton import configs, score_blocks
+from flashtile.dispatch import fast_path
 from flashtile.testing.case import Case
 from flashtile.testing.oracle import solve
 from flashtile.testing.poison import poisoned_allocation
@@ -63,6 +67,47 @@ def test_float32_products_of_parts(heads: tuple[int, int], rows: int, keys: int,
     part = Case("attention", {"q": q[:, :group], "k": k[:, :1], "v": v[:, :1]}, dout[:, :group])
     first = {name: x[:, : 1 if name in ("dk", "dv") else group] for name, x in results.items()}
     assert [str(x) for x in compare(first, part) if not x.ok] == []
+
+
+WIDE = {  # B, Hq, Hkv, Sq, Sk, D, Dv, and options
+    "groups": ((1, 4, 2, 300, 333, 512, 512), {"causal": True}),
+    "more rows than keys": ((1, 4, 1, 450, 300, 512, 512), {"causal": True, "transposed": True, "values": "outliers"}),
+    "window": ((1, 2, 1, 600, 600, 320, 512), {"window": (130, 10), "values": "equal"}),
+    "chunks": ((1, 2, 1, 500, 520, 384, 384), {"attention_chunk": 100, "causal": True}),
+    "padding": ((1, 2, 1, 260, 300, 512, 512), {"mask": torch.arange(300) > 37, "causal": True}),
+    "sinks": ((1, 4, 2, 200, 260, 512, 264), {"mask": torch.arange(260) % 3 > 0, "sinks": torch.ones(4)}),
+    "bias": ((1, 2, 1, 200, 264, 512, 512), {"softcap": 3.0, "bias": torch.arange(264) % 7 * 0.3, "window": (150, 9)}),
+    "dropout": (
+        (1, 4, 2, 200, 264, 512, 512),
+        {"alibi_slopes": torch.ones(4), "dropout_p": 0.2, "dropout_seed": 5},
+    ),
+    "infinite": ((2, 4, 2, 300, 300, 512, 512), {"values": "infinite", "causal": True}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", WIDE)
+def test_pytorch_multiplies_wide_heads(name: str, dtype: torch.dtype) -> None:
+    """In blocks of few scores, whose rows see a part of the keys."""
+    sizes, options = WIDE[name]
+    given = case_of(sizes, **options)
+    pairs = {x: y.expand(1, 1, 1, -1) for x in ("mask", "bias") if (y := given.arguments.get(x)) is not None}
+    tensors = {x: y.cuda() for x, y in (given.arguments | pairs).items() if isinstance(y, torch.Tensor)}
+    tensors |= {x: tensors[x].to(dtype) for x in ("q", "k", "v", "bias") if x in tensors}
+    assert given.dout is not None
+    assert given.dlse is not None
+    case = Case("attention", given.arguments | tensors, given.dout.to(dtype).cuda(), given.dlse.cuda())
+    score_blocks.blocks_of.cache_clear()
+    fast_path.forget()
+    with (
+        mock.patch.object(configs, "takes_products", return_value=True),
+        mock.patch.multiple(score_blocks, SCORES=2**16, BLOCK_COST=0, KEY_COST=0),
+        poisoned_allocation(),
+    ):
+        results = {x: y.cpu() for x, y in case.run("triton").items()}
+    score_blocks.blocks_of.cache_clear()
+    fast_path.forget()
+    assert [str(x) for x in compare(results, case, solve(case)) if not x.ok] == []
 
 
 def test_there_are_few_variants() -> None:

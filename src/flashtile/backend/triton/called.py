@@ -21,14 +21,17 @@ def called_tile(tile: TileConfig, call: Call) -> TileConfig:
 def tiles(tile: TileConfig, call: Call, needs: Needs | None) -> dict[str, Any]:
     """The configurations of the kernels that run in forward or, with `needs`, in backward, by name."""
     tile = called_tile(tile, call)
-    if tile.products is not None:
+    if needs is None and tile.products is not None:
         return {"products": tile.products}
     if needs is None:
         return {"forward": tile.forward, "pack_gqa": tile.pack_gqa if tile.pack_gqa > 1 else None}
+    dbias = (tile.dbias or tile.dq) if needs.bias else None
+    if tile.products_backward is not None:
+        return {"products in backward": tile.products_backward, "dbias": dbias}
     if tile.fused is not None and takes(tile.fused, call, needs, [rows_last(x) for x in call.tensors[:3]]):
         return {"fused": tile.fused}
     return {
         "dkdv": tile.dkdv if needs.k or needs.v else None,
         "dq": tile.dq if needs.q or needs.alibi_slopes else None,
-        "dbias": (tile.dbias or tile.dq) if needs.bias else None,
+        "dbias": dbias,
     }

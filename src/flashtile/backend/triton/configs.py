@@ -105,8 +105,11 @@ SHORT_LENGTH = 128  # of its rows and of its keys: longer and narrower ones spil
 
 def tile(problem: Problem, device: Device) -> TileConfig:
     tiles = pass_tiles(problem, device)
+    by = BY_PYTORCH[problem.dtype is torch.float32]
     if takes_products(problem, device):
-        return tiles._replace(products=BY_PYTORCH[problem.dtype is torch.float32])
+        tiles = tiles._replace(products=by)
+    if takes_products(problem, device, backward=True):
+        return tiles._replace(products_backward=by, dbias=dbias_tile(tiles.dq, problem, device))
     return tiles._replace(dbias=dbias_tile(tiles.dq, problem, device), fused=fused_tile(problem, device))
 
 
@@ -190,8 +193,8 @@ def row_of(problem: Problem, device: Device) -> WidthConfigs:
 
 def by_tf32(tile: TileConfig) -> TileConfig:
     """The tiles for one TF32 product in place of six of bfloat16 parts."""
-    if tile.products is not None:
-        return tile._replace(products=BY_PYTORCH[False])
+    products, backward = (x and BY_PYTORCH[False] for x in (tile.products, tile.products_backward))
+    tile = tile._replace(products=products, products_backward=backward)
     return tile._replace(dkdv=TF32_DKDV, dq=SINGLE_TF32X3[0].dq) if tile.dkdv.precision == "bf16x6" else tile
 
 

@@ -50,15 +50,16 @@ def launch_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) ->
     t = call.tensors
     tile = called_tile(plan.tile, call)
     launches = BackwardLaunches(recorder, call, dout, mask_states)
-    if tile.products is not None:
-        return host_products.launch_backward(launches, needs, out, lse, dlse).flat()
     fused, rows = tile.fused, (launches.q, launches.k, launches.v, out, launches.dout)
     if fused is not None and takes(fused, call, needs, rows):
         return launch_fused(launches, fused, needs, out, lse, dlse).flat()
     launches.preprocess(out, lse, dlse)
-    dk, dv = launches.dkdv(tile.dkdv) if needs.k or needs.v else (None, None)
     slopes = needs.alibi_slopes
-    dq, dslopes = launches.dq(tile.dq, lse, slopes) if needs.q or slopes else (None, None)
+    if tile.products_backward is not None:
+        dq, dk, dv, dslopes = host_products.launch_backward(launches, needs)
+    else:
+        dk, dv = launches.dkdv(tile.dkdv) if needs.k or needs.v else (None, None)
+        dq, dslopes = launches.dq(tile.dq, lse, slopes) if needs.q or slopes else (None, None)
     dbias = launches.dbias(tile.dbias or tile.dq) if needs.bias else None
     if slopes:
         dslopes = recorder.op(slope_gradient, t.alibi_slopes, t.cu_seqlens_q, dslopes)

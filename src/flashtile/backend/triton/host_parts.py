@@ -11,7 +11,7 @@ from ..gpu.kernel import Kernel
 from ..gpu.replay import Recorder
 from ..scalars import rows_last, strides
 from . import arguments as args
-from .score_blocks import Block, Sizes, chunk_of, round_up, scores_of
+from .score_blocks import Block, Sizes, round_up, scores_of, sums_of
 
 OPERAND = Kernel(f"{__package__}.kernels.signed_split", "operand_kernel")
 PARTS = True  # what kernels store between products
@@ -26,11 +26,6 @@ def prepared(recorder: Recorder, x: Tensor) -> Tensor:
     return recorder.op(rows_last, x)
 
 
-def row_chunk(sizes: Sizes) -> int:
-    """Rows that a sum over rows adds at once."""
-    return chunk_of(sizes.rows)
-
-
 def left(recorder: Recorder, x: Tensor) -> Tensor:
     """The left operand of inner products of rows."""
     return operand(recorder, x, LEFT)
@@ -41,27 +36,25 @@ def right(recorder: Recorder, x: Tensor) -> Tensor:
     return operand(recorder, x, RIGHT)
 
 
-def summands(recorder: Recorder, x: Tensor) -> Tensor:
-    """The rows that sums over keys or rows weigh."""
-    return operand(recorder, x, REVERSED, chunk_of(x.shape[2]))
+def summands(recorder: Recorder, x: Tensor, chunk: int) -> Tensor:
+    """The rows that sums over keys or rows weigh, so many at once."""
+    return operand(recorder, x, REVERSED, chunk)
 
 
-def new_probabilities(recorder: Recorder, s: Tensor, sizes: Sizes, dtype: torch.dtype) -> Tensor:
+def new_probabilities(recorder: Recorder, s: Tensor, blocks: tuple[Block, ...], dtype: torch.dtype) -> Tensor:
     """Memory for the probabilities of a block in forward."""
-    return recorder.new(new_parts(s, sizes, sizes.block[1], sizes.padded_keys))
+    return recorder.new(new_parts(s, max(x.num_heads * x.num_rows * x.padded_keys for x in blocks)))
 
 
 def new_weights(
-    recorder: Recorder, s: Tensor, dp: Tensor, sizes: Sizes, dtype: torch.dtype, needs: Needs
+    recorder: Recorder, s: Tensor, dp: Tensor, sizes: Sizes, blocks: tuple[Block, ...], dtype: torch.dtype, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Memory for probabilities and gradients of scores in backward: those for sums over rows, and gradients for sums
     over keys.
     """
-    rows = round_up(sizes.block[1], row_chunk(sizes))
-    p_t, ds_t = (
-        recorder.new(new_parts(s, sizes, rows, sizes.pitch)) if needed else None for needed in (needs.v, needs.k)
-    )
-    ds = recorder.new(new_parts(dp, sizes, sizes.block[1], sizes.padded_keys)) if needs.q else None
+    most = max(x.num_heads * round_up(x.num_rows, sizes.row_chunk) * x.pitch for x in blocks)
+    p_t, ds_t = (recorder.new(new_parts(s, most)) if needed else None for needed in (needs.v, needs.k))
+    ds = new_probabilities(recorder, dp, blocks, dtype) if needs.q else None
     return p_t, ds_t, ds
 
 
@@ -89,37 +82,38 @@ def operand(recorder: Recorder, x: Tensor, order: tuple[int, ...], chunk: int = 
     return parts
 
 
-def new_parts(like: Tensor, sizes: Sizes, rows: int, keys: int) -> Tensor:
-    """Memory for the parts of a block of probabilities or gradients."""
-    return like.new_empty(3 * sizes.block[0] * rows * keys, dtype=torch.bfloat16)
+def new_parts(like: Tensor, elements: int) -> Tensor:
+    """Memory for the parts of probabilities or gradients."""
+    return like.new_empty(3 * elements, dtype=torch.bfloat16)
 
 
-def multiply_rows(sizes: Sizes, block: Block, s: Tensor, x: Tensor, y: Tensor) -> None:
-    """Store the inner products of rows in `s`."""
-    x, y = x[block.heads, block.rows].flatten(2), y[block.heads].flatten(2)
-    torch.bmm(x, y.transpose(1, 2), torch.float32, out=scores_of(sizes, block, s))
+def multiply_rows(block: Block, s: Tensor, x: Tensor, y: Tensor) -> None:
+    """Store the inner products of rows and keys in `s`."""
+    x, y = x[block.heads, block.rows].flatten(2), y[block.heads, block.keys].flatten(2)
+    torch.bmm(x, y.transpose(1, 2), torch.float32, out=scores_of(block, s))
 
 
-def add_over_keys(sizes: Sizes, block: Block, alpha: float, sums: Tensor, x: Tensor, y: Tensor) -> None:
+def add_over_keys(sizes: Sizes, block: Block, alpha: float, whole: bool, sums: Tensor, x: Tensor, y: Tensor) -> None:
     """Store `alpha * x @ y` for the rows of a block, from parts of `x [rows, keys]` and `y [keys, D]`."""
-    chunk = chunk_of(sizes.keys)
-    shape = block.num_heads, block.num_rows, sizes.padded_keys // chunk, 3 * chunk
+    chunk = sizes.keys_at_once
+    shape = block.num_heads, block.num_rows, block.padded_keys // chunk, 3 * chunk
     x = x[: math.prod(shape)].view(shape)
-    sums = sums.flatten(0, 1)[block.heads, block.rows]
+    sums = sums_of(block, whole, sums)
     for n in range(shape[2]):
-        add_product(sums, x[:, :, n], y[block.heads, n].flatten(1, 2), chunk, alpha, first=n == 0)
+        of_chunk = y[block.heads, block.key // chunk + n].flatten(1, 2)
+        add_product(sums, x[:, :, n], of_chunk, chunk, alpha, first=n == 0)
 
 
 def add_over_rows(sizes: Sizes, block: Block, alpha: float, sums: Tensor, x: Tensor, y: Tensor) -> None:
     """Add `alpha * x^T @ y` for the rows of a block, from parts of `x [rows, keys]` and `y [rows, D]`."""
-    chunk = chunk_of(sizes.rows)
+    chunk = sizes.row_chunk
     chunks, before = -(-block.num_rows // chunk), block.row // chunk
-    shape = block.num_heads, chunks, 3 * chunk, sizes.pitch
-    x = x[: math.prod(shape)].view(shape)[..., : sizes.keys]
-    sums = sums.flatten(0, 1)[block.heads]
+    shape = block.num_heads, chunks, 3 * chunk, block.pitch
+    x = x[: math.prod(shape)].view(shape)[..., : block.num_keys]
+    sums = sums[block.heads, block.keys]
     for n in range(chunks):
-        first = n + before == 0
-        add_product(sums, x[:, n].transpose(1, 2), y[block.heads, before + n].flatten(1, 2), chunk, alpha, first=first)
+        of_chunk, first = y[block.heads, before + n].flatten(1, 2), block.empty and n == 0
+        add_product(sums, x[:, n].transpose(1, 2), of_chunk, chunk, alpha, first=first)
 
 
 def add_product(sums: Tensor, x: Tensor, y: Tensor, chunk: int, alpha: float, *, first: bool) -> None:

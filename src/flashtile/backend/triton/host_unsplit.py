@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...call.call import Needs
 from ..gpu.replay import Recorder
-from .score_blocks import Block, Sizes, scores_of
+from .score_blocks import Block, Sizes, keys_of, rows_of, scores_of, sums_of
 
 PARTS = False  # what kernels store between products
 
@@ -22,44 +22,44 @@ def flattened(x: Tensor) -> Tensor:
     return x.flatten(0, 1)
 
 
-def row_chunk(sizes: Sizes) -> int:
-    """Rows to whose multiples a block is padded: it is not."""
-    return 1
-
-
 def left(recorder: Recorder, x: Tensor) -> Tensor:
     """An operand, which needs nothing."""
     return x
 
 
-right = summands = left
+right = left
 
 
-def new_probabilities(recorder: Recorder, s: Tensor, sizes: Sizes, dtype: torch.dtype) -> Tensor:
+def summands(recorder: Recorder, x: Tensor, chunk: int) -> Tensor:
+    """As `left`."""
+    return x
+
+
+def new_probabilities(recorder: Recorder, s: Tensor, blocks: tuple[Block, ...], dtype: torch.dtype) -> Tensor:
     """Memory for the probabilities of a block in forward: the scores' own if the dtypes agree."""
     return s if s.dtype is dtype else recorder.new(s.new_empty(s.shape, dtype=dtype))
 
 
 def new_weights(
-    recorder: Recorder, s: Tensor, dp: Tensor, sizes: Sizes, dtype: torch.dtype, needs: Needs
+    recorder: Recorder, s: Tensor, dp: Tensor, sizes: Sizes, blocks: tuple[Block, ...], dtype: torch.dtype, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Memory for probabilities and gradients of scores in backward; the latter serve sums over rows and over keys."""
-    return new_probabilities(recorder, s, sizes, dtype), None, new_probabilities(recorder, dp, sizes, dtype)
+    p, ds = (new_probabilities(recorder, x, blocks, dtype) for x in (s, dp))
+    return p, None, ds
 
 
-def multiply_rows(sizes: Sizes, block: Block, s: Tensor, x: Tensor, y: Tensor) -> None:
-    """Store the inner products of rows in `s`."""
-    torch.bmm(x[block.heads, block.rows], y[block.heads].mT, torch.float32, out=scores_of(sizes, block, s))
+def multiply_rows(block: Block, s: Tensor, x: Tensor, y: Tensor) -> None:
+    """Store the inner products of rows and keys in `s`."""
+    torch.bmm(rows_of(block, x), keys_of(block, y).mT, torch.float32, out=scores_of(block, s))
 
 
-def add_over_keys(sizes: Sizes, block: Block, alpha: float, sums: Tensor, x: Tensor, y: Tensor) -> None:
+def add_over_keys(sizes: Sizes, block: Block, alpha: float, whole: bool, sums: Tensor, x: Tensor, y: Tensor) -> None:
     """Store `alpha * x @ y` for the rows of a block."""
-    sums = sums.flatten(0, 1)[block.heads, block.rows]
-    torch.baddbmm(sums, scores_of(sizes, block, x), y[block.heads], torch.float32, beta=0, alpha=alpha, out=sums)
+    sums = sums_of(block, whole, sums)
+    torch.baddbmm(sums, scores_of(block, x), keys_of(block, y), torch.float32, beta=0, alpha=alpha, out=sums)
 
 
 def add_over_rows(sizes: Sizes, block: Block, alpha: float, sums: Tensor, x: Tensor, y: Tensor) -> None:
-    """Add `alpha * x^T @ y` for the rows of a block to the sums, which hold nothing before the first rows."""
-    sums, beta = sums.flatten(0, 1)[block.heads], float(block.row > 0)
-    x, y = scores_of(sizes, block, x).mT, y[block.heads, block.rows]
-    torch.baddbmm(sums, x, y, torch.float32, beta=beta, alpha=alpha, out=sums)
+    """Add `alpha * x^T @ y` for the rows of a block."""
+    sums, beta = keys_of(block, sums), float(not block.empty)
+    torch.baddbmm(sums, scores_of(block, x).mT, rows_of(block, y), torch.float32, beta=beta, alpha=alpha, out=sums)

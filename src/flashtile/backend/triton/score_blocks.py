@@ -1,56 +1,41 @@
-"""Blocks of heads and rows whose scores are in memory at a time, where PyTorch multiplies."""
+"""Blocks of heads, rows and visible keys whose scores are in memory at a time, where PyTorch multiplies.
 
-import math
-from collections.abc import Iterator
+A row of these blocks is a position and a query head of a group, `position * group + head`: the heads that share keys
+are rows of one product, and keys are not repeated.
+"""
+
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...call.call import Call
+from ...call.problem import Problem
+from ...call.window import UNLIMITED, Window, key_range
 
-UNIT = 16  # of strides, in elements
+UNIT = 16  # of strides and of the first key, in elements
+ROWS = 128  # of a product's tile: blocks of a window begin at multiples of them
 SCORES = 2**25  # of a block: 320 MiB of scores and probabilities in forward, 832 MiB with gradients in backward
+# What a block takes for its launches, and for each key, whose gradients it adds to, in the time of scores: smaller
+# blocks skip more hidden pairs (docs/journal/2026-11-26-wide-heads.md).
+BLOCK_COST, KEY_COST = 3 * 2**20, 160
 # Terms that matrix units add before a sum is rounded: each 16 are truncated (docs/contract.md allows 32 units, and 64
 # times half a unit of half the sum is half of that).
 CHUNK = 1024
 
 
-class Sizes(NamedTuple):
-    heads: int  # of all sequences
-    rows: int
-    keys: int
-
-    @property
-    def padded_keys(self) -> int:
-        return round_up(self.keys, chunk_of(self.keys))
-
-    @property
-    def pitch(self) -> int:
-        """Elements from row to row of scores."""
-        return round_up(self.keys, UNIT)
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """Heads and rows of a block, whole chunks of rows unless it has all."""
-        rows = max(CHUNK, SCORES // self.padded_keys // CHUNK * CHUNK)
-        rows = min(rows, self.rows)
-        return max(1, min(SCORES // (rows * self.padded_keys), self.heads)), rows
-
-    def blocks(self) -> Iterator["Block"]:
-        heads, rows = self.block
-        for h in range(0, self.heads, heads):
-            for r in range(0, self.rows, rows):
-                yield Block(h, min(heads, self.heads - h), r, min(rows, self.rows - r))
-
-
 class Block(NamedTuple):
-    """Heads and rows whose scores are in memory together."""
+    """Key heads of all sequences, their rows and the keys that these see, whose scores are in memory together."""
 
     head: int
     num_heads: int
     row: int
     num_rows: int
+    key: int
+    num_keys: int
+    padded_keys: int  # whole chunks of sums over keys
+    empty: bool  # whether the sums over rows of these heads hold nothing yet
 
     @property
     def heads(self) -> slice:
@@ -59,6 +44,90 @@ class Block(NamedTuple):
     @property
     def rows(self) -> slice:
         return slice(self.row, self.row + self.num_rows)
+
+    @property
+    def keys(self) -> slice:
+        return slice(self.key, self.key + self.num_keys)
+
+    @property
+    def pitch(self) -> int:
+        """Elements from row to row of scores."""
+        return round_up(self.num_keys, UNIT)
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call, and the units of its blocks: positions, and keys that a sum adds at once."""
+
+    heads: int  # of the keys of all sequences
+    group: int  # query heads that share a key head
+    seqlen: int
+    keys: int
+    window: Window
+    first: int  # the first row's position in the whole sequence, and that of the first key
+    first_key: int
+    diagonal: int
+    positions: int
+    keys_at_once: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a key head."""
+        return self.seqlen * self.group
+
+    @property
+    def row_chunk(self) -> int:
+        """Rows that a sum adds at once, of which blocks have whole numbers unless they have all."""
+        return min(self.positions * self.group, round_up(self.rows, UNIT))
+
+    def visible(self, start: int, stop: int) -> tuple[int, int]:
+        """The keys that some of the positions see, in units; at least one unit."""
+        if self.window == UNLIMITED:
+            return 0, self.keys
+        seen = key_range(
+            self.window, start + self.first, stop - 1 + self.first, self.keys, self.diagonal, self.first_key
+        )
+        unit = self.keys_at_once
+        lo = min(seen.lo, self.keys - 1) // unit * unit
+        return lo, min(round_up(max(seen.hi, lo + 1), unit), self.keys)
+
+    def ranges(self, positions: int) -> list[tuple[int, int, int, int]]:
+        """Positions and keys of all blocks of a number of positions."""
+        starts = range(0, self.seqlen, positions)
+        ends = [(start, min(start + positions, self.seqlen)) for start in starts]
+        return [(*rows, *self.visible(*rows)) for rows in ends]
+
+    def padded(self, num_keys: int) -> int:
+        return round_up(num_keys, self.keys_at_once)
+
+    def heads_of(self, ranges: list[tuple[int, int, int, int]]) -> int:
+        """Heads whose scores in each of these blocks fit into memory together."""
+        most = max((stop - start) * self.padded(hi - lo) for start, stop, lo, hi in ranges)
+        return max(1, min(SCORES // (self.group * most), self.heads))
+
+    def cost(self, ranges: list[tuple[int, int, int, int]]) -> int:
+        """The time of blocks."""
+        scores = sum(((stop - start) * self.group + KEY_COST) * (hi - lo) for start, stop, lo, hi in ranges)
+        return scores * self.heads + BLOCK_COST * len(ranges) * -(-self.heads // self.heads_of(ranges))
+
+
+@functools.lru_cache(maxsize=256)
+def blocks_of(sizes: Sizes) -> tuple[Block, ...]:
+    """The blocks of a call. Without a window they have as many positions as fit into memory."""
+    unit = sizes.positions
+    most = SCORES // (sizes.group * sizes.padded(sizes.keys)) // unit * unit
+    candidates = [min(max(most, unit), sizes.seqlen)]
+    if sizes.window != UNLIMITED:
+        candidates += [n for n in (unit << shift for shift in range(20)) if n < candidates[0]]
+    ranges = min((sizes.ranges(n) for n in candidates), key=sizes.cost)
+    ranges.sort(key=lambda x: x[2] - x[3])  # a block of all keys first: its sums need no zeros before
+    heads, group, blocks = sizes.heads_of(ranges), sizes.group, []
+    for head in range(0, sizes.heads, heads):
+        num_heads = min(heads, sizes.heads - head)
+        for n, (start, stop, lo, hi) in enumerate(ranges):
+            empty = n == 0 and hi - lo == sizes.keys
+            rows = start * group, (stop - start) * group
+            blocks.append(Block(head, num_heads, *rows, lo, hi - lo, sizes.padded(hi - lo), empty))
+    return tuple(blocks)
 
 
 def round_up(n: int, unit: int) -> int:
@@ -69,17 +138,73 @@ def chunk_of(n: int) -> int:
     return min(CHUNK, round_up(n, UNIT))
 
 
-def sizes_of(call: Call) -> Sizes:
-    q, k = call.tensors.q, call.tensors.k
-    return Sizes(q.shape[0] * q.shape[1], q.shape[2], k.shape[2])
+def sizes_of(call: Call, *, parts: bool) -> Sizes:
+    (batch, heads_q, seqlen, _), (_, heads, keys, _), s = call.tensors.q.shape, call.tensors.k.shape, call.settings
+    return new_sizes(batch, (heads_q, heads), (seqlen, keys), s.window, (s.i0, s.j0, s.diagonal), parts=parts)
 
 
-def new_scores(like: Tensor, sizes: Sizes) -> Tensor:
-    heads, rows = sizes.block
-    return like.new_empty(heads * rows * sizes.pitch, dtype=torch.float32)
+def sizes_of_problem(problem: Problem, *, parts: bool) -> Sizes:
+    p = problem
+    return new_sizes(
+        p.batch, (p.num_heads_q, p.num_heads_kv), (p.seqlen_q, p.seqlen_k), p.window, (0, 0, 0), parts=parts
+    )
 
 
-def scores_of(sizes: Sizes, block: Block, s: Tensor) -> Tensor:
+def new_sizes(
+    batch: int, heads: tuple[int, int], lengths: tuple[int, int], window: Window, part: tuple[int, int, int], *,
+    parts: bool,
+) -> Sizes:  # fmt: skip
+    """The sizes of queries and keys; `part` is where they lie in a larger call. With `parts` of numbers, sums add whole
+    chunks of rows and keys.
+    """
+    group, (seqlen, keys), (first, first_key, diagonal) = heads[0] // heads[1], lengths, part
+    return Sizes(
+        heads=batch * heads[1],
+        group=group,
+        seqlen=seqlen,
+        keys=keys,
+        window=window,
+        first=first,
+        first_key=first_key,
+        diagonal=keys - seqlen + diagonal,
+        positions=max((CHUNK if parts else ROWS) // group, 1),
+        keys_at_once=chunk_of(keys) if parts else UNIT,
+    )
+
+
+def new_scores(like: Tensor, blocks: tuple[Block, ...]) -> Tensor:
+    most = max(block.num_heads * block.num_rows * block.pitch for block in blocks)
+    return like.new_empty(most, dtype=torch.float32)
+
+
+# The parts of operands below are one operation each, since the host has many of them to make.
+
+
+def scores_of(block: Block, s: Tensor) -> Tensor:
     """The scores of a block, `[heads, rows, keys]`."""
-    shape = block.num_heads, block.num_rows, sizes.pitch
-    return s[: math.prod(shape)].view(shape)[..., : sizes.keys]
+    pitch, rows = block.pitch, block.num_rows
+    return s.as_strided((block.num_heads, rows, block.num_keys), (rows * pitch, pitch, 1))
+
+
+def rows_of(block: Block, x: Tensor) -> Tensor:
+    """The rows of a block, of `[heads, rows, D]`, contiguous."""
+    return part(x, block.head, block.num_heads, block.row, block.num_rows)
+
+
+def keys_of(block: Block, x: Tensor) -> Tensor:
+    """The keys or values of a block, of `[heads, keys, D]`, contiguous."""
+    return part(x, block.head, block.num_heads, block.key, block.num_keys)
+
+
+def part(x: Tensor, head: int, num_heads: int, row: int, num_rows: int) -> Tensor:
+    _, rows, width = x.shape
+    offset = x.storage_offset() + (head * rows + row) * width
+    return x.as_strided((num_heads, num_rows, width), (rows * width, width, 1), offset)
+
+
+def sums_of(block: Block, whole: bool, sums: Tensor) -> Tensor:
+    """The sums of a block's rows: a part of the `whole`, `[heads, rows, D]`, or the beginning of memory `[rows, D]`."""
+    if whole:
+        return rows_of(block, sums)
+    rows, width = block.num_rows, sums.shape[-1]
+    return sums.as_strided((block.num_heads, rows, width), (rows * width, width, 1))

@@ -36,8 +36,8 @@ class FusedConfig(NamedTuple):
 class TileConfig(NamedTuple):
     """The kernels' configurations for one problem. Forward packs `pack_gqa` query heads of a group into one tile, and
     `fused` is one kernel for all gradients, where rows or keys are few. `dbias` is that of dq unless it is given.
-    `given_splits` is that of forward in a call with `num_splits`, unless they are the same. `products` says who
-    multiplies, if it is not these kernels (`host_products`).
+    `given_splits` is that of forward in a call with `num_splits`, unless they are the same. `products` and
+    `products_backward` say who multiplies, if it is not these kernels (`host_products`).
     """
 
     forward: KernelConfig
@@ -48,6 +48,7 @@ class TileConfig(NamedTuple):
     fused: FusedConfig | None = None
     given_splits: KernelConfig | None = None
     products: str | None = None
+    products_backward: str | None = None
 
 
 class WidthConfigs(NamedTuple):
