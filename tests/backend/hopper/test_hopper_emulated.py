@@ -192,6 +192,22 @@ def test_late_dq(name: str, row_splits: int) -> None:
     assert add_dq.call_count > 0
 
 
+@pytest.mark.parametrize("heads_at_once", [1, 4])
+@pytest.mark.parametrize("name", ["full 64", "grouped heads 128", "dropout 64", "full 32"])
+def test_last_wave(name: str, heads_at_once: int) -> None:
+    """Blocks of keys of the last head, or of the last ones, of whose rows several programs have parts."""
+    package = emulated_kernels().__package__
+    case = replace(VARIANTS[name], seqlen_q=257, seqlen_k=300).case(4, "cpu")
+    with (
+        mock.patch(f"{package}.last_wave.GAIN", 9.0),
+        mock.patch(f"{package}.backward_launches.BackwardLaunches.l2_swizzle", return_value=heads_at_once),
+        emulated(5, 0) as launched,
+    ):
+        results = case.run("hopper")
+    assert [str(x) for x in compare(results, case, solve(case)) if not x.ok] == []
+    assert launched.count("backward_kernel") == 2
+
+
 @pytest.mark.parametrize(("row_chunks", "row_splits"), [(2, 1), (7, 1), (2, 2)])
 @pytest.mark.parametrize("name", ["full 64", "grouped heads 128", "deterministic causal 96", "window 96"])
 def test_chunks_of_rows(name: str, row_chunks: int, row_splits: int) -> None:
