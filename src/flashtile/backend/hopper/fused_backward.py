@@ -12,10 +12,11 @@ from ..gpu.kernel import Kernel
 from ..gpu.pointers import Described, Layout, Pointers
 from ..gpu.replay import Recorder, Results
 from ..scalars import strides
-from .backward_launches import WARPS, BackwardLaunches
+from .backward_launches import WARPS, BackwardLaunches, cores_of
 from .bias_tiles import backward_tiles
 from .block_lists import has_lists, key_lists, mask_states
 from .descriptors import dq_accum_descriptor
+from .key_queue import head_splits
 from .last_wave import KeyRows, LastWave, last_wave
 from .slope_gradient import add_slope_parts, new_zeros, slope_parts_shape
 from .tile_config import ALIGN, COMBINE_ROWS, DQ_COLUMNS, MMA_M, NUM_WARPGROUPS, FusedBackwardConfig
@@ -25,7 +26,10 @@ ADD_SPLITS = Kernel(f"{__package__}.kernels.add_splits", "add_splits_kernel")
 POSTPROCESS = Kernel(f"{__package__}.kernels.postprocess", "postprocess_kernel")
 NO_WAVE: dict[str, Any] = {"first_tile": None, "first_head": None}
 NO_CHUNK: dict[str, Any] = {"chunk_lo": None, "chunk_hi": None}
-LATE_DQ_LENGTH = 1536  # rows and keys from which adding dq late was measured to be faster (docs/journal)
+# Rows and keys from which adding dq late was measured to be faster, and the same with a diagonal at 128 features, if no
+# programs share a group (docs/journal/2026-11-25-late-dq.md, 2026-11-26-backward-queues.md).
+LATE_DQ_LENGTH, LATE_WIDE_LENGTH, WIDE = 1536, 2**13, 128
+MANY_BLOCKS = 32  # of keys, of which a last one that is computed for nothing is a small part
 
 
 class FusedBackward(BackwardLaunches):
@@ -42,7 +46,7 @@ class FusedBackward(BackwardLaunches):
         dout: Tensor,
         states: Tensor | None,
     ):
-        super().__init__(recorder, config, call, t, dout)
+        super().__init__(recorder, with_head_splits(config, call._replace(tensors=t)), call, t, dout)
         self.mask_states = mask_states(recorder, self.call) if states is None else states
         self.slope_parts: Tensor | None = None
 
@@ -56,10 +60,13 @@ class FusedBackward(BackwardLaunches):
     @property
     def late_dq(self) -> bool:
         """Whether warpgroups add dq to zeros, one step late: not in short calls, which setting the zeros costs too
-        much, nor where the last block of keys has none for the second warpgroup.
+        much, nor in those of few blocks of keys where the last one has none for the second warpgroup.
         """
-        alone = 0 < self.seqlen_k % self.config.block_n <= MMA_M
-        return self.config.late_dq and min(self.seqlen_q, self.seqlen_k) >= LATE_DQ_LENGTH and not alone
+        config = self.config
+        wide = config.head_dim.width == WIDE and not self.call.settings.window.unlimited
+        long = min(self.seqlen_q, self.seqlen_k) >= (LATE_WIDE_LENGTH if wide else LATE_DQ_LENGTH)
+        alone = 0 < self.seqlen_k % config.block_n <= MMA_M and self.blocks.n_blocks < MANY_BLOCKS
+        return config.late_dq and long and not alone and not (wide and config.splits > 1)
 
     def more_workspace(self) -> dict[str, Layout]:
         if self.stores_dq:
@@ -95,9 +102,8 @@ class FusedBackward(BackwardLaunches):
         )  # fmt: skip
         config, bias_pointers = backward_tiles(self.call, self.config)
         pointers |= lists | bias_pointers
-        bytes_per_row = self.config.head_dim.width * (2 * self.q.element_size() + torch.float32.itemsize)
         scalars = {
-            **self.key_kernel_scalars(bytes_per_row),
+            **self.key_kernel_scalars(self.config.bytes_per_row),
             **list_scalars,
             "head_splits": self.config.head_splits if splits else None,
             "row_splits": self.config.row_splits if splits and not self.config.adds_dkdv else None,
@@ -148,7 +154,7 @@ class FusedBackward(BackwardLaunches):
             "first_head": wave.first_head,
         }
         programs = min(self.cores, wave.num_tiles * wave.splits)
-        self.launch(BACKWARD, pointers | descs, programs, scalars | of_wave)
+        self.launch(BACKWARD, {**pointers, **descs}, programs, scalars | of_wave)
         for x, dx in zip(sums, (dk, dv), strict=True):
             self.add_splits(x, dx, rows)
 
@@ -229,3 +235,13 @@ class FusedBackward(BackwardLaunches):
             "cu_seqlens_q": self.cu_seqlens_q,
         }
         self.recorder.launch(POSTPROCESS, pointers, self.blocks.heads * self.blocks.m_blocks, scalars)
+
+
+def with_head_splits(config: FusedBackwardConfig, call: Call) -> FusedBackwardConfig:
+    """The configuration with as many programs for the heads of a group as suit the call's lengths, which a plan knows
+    only roughly: where sums have no order, and rows are not divided.
+    """
+    unequal = call.layout == "dense" and not call.settings.window.unlimited
+    if config.in_order or config.row_splits > 1 or not unequal:
+        return config
+    return replace(config, head_splits=head_splits(call, config, cores_of(call.tensors.q)))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .key_queue import ENDS
 
 LAUNCHES = 6.0  # time of the launches around the wave, in blocks of rows
-GAIN = 0.98  # of the time, for which dk and dv in fp32 and their conversion are worth their memory
+GAIN = 0.95  # of the time, for which dk and dv in fp32 and their conversion are worth their memory
 MAX_SPLITS = 16
 
 
@@ -36,8 +36,8 @@ class LastWave(NamedTuple):
 
 
 def last_wave(heads: int, n_blocks: int, heads_at_once: int, steps: int, programs: int) -> LastWave | None:
-    """The last wave of `n_blocks` tiles of each head, with `steps` blocks of rows each; `None` if dividing it gains little,
-    or if it begins before the last heads that take turns.
+    """The last wave of `n_blocks` tiles of each head, with `steps` blocks of rows each; `None` if dividing it gains
+    little, or if it begins before the last heads that take turns.
     """
     waves, rest = divmod(heads * n_blocks, programs)
     if waves == 0 or rest == 0:

@@ -12,8 +12,8 @@ def add_splits_kernel(
     splits, dx, stride_dx_b, stride_dx_h, stride_dx_m, num_tiles, num_heads, seqlen, columns, num_splits, first_head,
     HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """`dx [B, H, S, D]` from `splits [num_splits * B, H, S, D]`, added in their order; or the rows of some of its heads,
-    from `first_head` on, from theirs.
+    """`dx [B, H, S, D]` from `splits [num_splits * B, H, S, D]`, added in their order. With a `first_head`, some rows
+    of some heads.
     """
     block, flat_head = tl.program_id(0) % num_tiles, (tl.program_id(0) // num_tiles).to(tl.int64)
     total_heads = (tl.num_programs(0) // num_tiles).to(tl.int64)

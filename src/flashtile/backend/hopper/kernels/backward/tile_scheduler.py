@@ -41,8 +41,8 @@ class RowChunk(NamedTuple):
 
 
 class LastWave(NamedTuple):
-    """Dense: the first tile of a launch, and the first head of its dk and dv, which have no other heads' and to which the
-    parts of the rows add; `None` if a launch begins with tile 0.
+    """Dense: the first tile of a launch, and the first head of dk and dv, to which the parts of the rows add; `None` if
+    a launch begins with tile 0.
     """
 
     first_tile: gl.tensor | None
