@@ -8,7 +8,7 @@ import pytest
 import torch
 from float32_cases import case_of
 
-from flashtile.backend.triton import configs, host_backward, host_products, launches, score_blocks
+from flashtile.backend.triton import called, configs, host_products, launches, score_blocks
 from flashtile.backend.triton.configs import KernelConfig, WidthConfigs
 from flashtile.backend.triton.split_rows import split_rows
 from flashtile.backend.triton.support import interpreted
@@ -85,7 +85,7 @@ def test_pytorch_multiplies_whole_numbers(case: Case) -> None:
         mock.patch.object(score_blocks, "SCORES", 2 * 64 * 128),
         mock.patch.object(configs, "takes_products", return_value=True),
         mock.patch.object(host_products, "allows_tf32", return_value=True),
-        mock.patch.object(host_backward, "allows_tf32", return_value=True),
+        mock.patch.object(called, "allows_tf32", return_value=True),
         mock.patch.object(torch, "bmm", bmm(torch.bmm)),
         mock.patch.object(torch, "baddbmm", baddbmm(torch.baddbmm)),
     ):
