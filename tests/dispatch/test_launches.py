@@ -13,6 +13,7 @@ from flashtile.call.problem import Problem
 from flashtile.dispatch.launches import launches_of, tiles_of
 from flashtile.prebuilt.launches import device_of, plan_of
 
+SM_90 = device_of("sm_90")
 OTHERS = {"split_rows", "preprocess", "operand", "store"}
 BETWEEN_PRODUCTS = {"products": "softmax", "products in backward": "gradient"}
 
@@ -54,7 +55,7 @@ def test_tiles_of_triton(
     tiles = tiles_of(forward, call) | tiles_of(backward, call, needs)
     tiles = {name: x for name, x in tiles.items() if x is not None}
     assert set(tiles) == kernels
-    launches = launches_of(call, forward, (backward, needs))
+    launches = launches_of(call, device_of(arch), forward, (backward, needs))
     launched = {x.kernel.name.removesuffix("_kernel"): x.scalars for x in launches}
     for name, kernel in BETWEEN_PRODUCTS.items():
         if name in kernels:
@@ -71,7 +72,7 @@ def test_tiles_of_triton(
 def test_tiles_for_a_number_of_splits(num_splits: int | None) -> None:
     """A caller who chooses it gets the same tile for every number of sequences."""
     call, forward, _, _ = planned((64, 2, 1, 64), torch.bfloat16, "sm_90", ("q",), num_splits=num_splits, keys=2048)
-    launched = launches_of(call, forward)[0].scalars["CONFIG"]
+    launched = launches_of(call, SM_90, forward)[0].scalars["CONFIG"]
     assert forward.tile.given_splits is not None
     assert tiles_of(forward, call)["forward"] == (forward.tile.given_splits if num_splits else forward.tile.forward)
     assert tiles_of(forward, call)["forward"][:2] == (launched.BLOCK_M, launched.BLOCK_N)
@@ -84,7 +85,7 @@ def test_tiles_of_hopper_without_bits(rows: int, warpgroups: int) -> None:
     call, forward, backward, needs = planned(
         (1, 16, rows, 64), torch.bfloat16, "sm_90", ("q", "k", "v"), backend="hopper", mask=mask
     )
-    launches = launches_of(call, forward, (backward, needs))
+    launches = launches_of(call, SM_90, forward, (backward, needs))
     launched = {x.kernel.name: x.scalars["CONFIG"] for x in launches if "CONFIG" in x.scalars}
     assert forward.tile.forward.num_warpgroups == 3
     assert tiles_of(forward, call)["forward"].compiled == launched["forward_kernel"]
@@ -94,6 +95,6 @@ def test_tiles_of_hopper_without_bits(rows: int, warpgroups: int) -> None:
 
 def test_parts_of_float32_on_hopper(precision: str) -> None:
     call, forward, _, _ = planned((1, 2, 2048, 128), torch.float32, "sm_90", ("q",))
-    [launched] = [x.scalars["CONFIG"] for x in launches_of(call, forward) if x.kernel.name.startswith("float32")]
+    [launched] = [x.scalars["CONFIG"] for x in launches_of(call, SM_90, forward) if x.kernel.name.startswith("float32")]
     assert tiles_of(forward, call)["forward"] == launched
     assert f"{2 if precision == 'tf32' else 3} bfloat16 parts" in str(launched)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from flashtile.backend.hopper import backward_launches
 from flashtile.backend.hopper import entry as hopper_kernels
 from flashtile.backend.hopper import support as hopper_support
 from flashtile.backend.triton import entry as triton_kernels
@@ -80,7 +81,8 @@ def results_of(call: Call, backend: str, arch: str, *, backward: bool = True) ->
     out, lse = kernels.forward(plan, call)
     if not backward or needs is None:
         return [out, lse]
-    return [out, lse, *kernels.backward(plan, call, needs, out, lse, torch.empty_like(out), None).flat()]
+    with mock.patch.object(backward_launches, "describe_device", return_value=device_of(arch)):
+        return [out, lse, *kernels.backward(plan, call, needs, out, lse, torch.empty_like(out), None).flat()]
 
 
 def replay_of(call: Call, backend: str, arch: str) -> Callable[[], list[Tensor | None]]:
@@ -92,10 +94,14 @@ def replay_of(call: Call, backend: str, arch: str) -> Callable[[], list[Tensor |
     return lambda: [*forward(call), *backward(call, *rows)]
 
 
+def device_of(arch: str) -> Device:
+    return Device("cuda", arch, arch, CORES.get(arch, 100))
+
+
 def planned(call: Call, backend: str, arch: str) -> tuple[Any, Plan, Needs | None]:
     """The backend's entry, a plan, and the gradients that it computes; `None` without a backward pass."""
     support, kernels = BACKENDS[backend]
-    problem, device = Problem.describe(call), Device("cuda", arch, arch, CORES.get(arch, 100))
+    problem, device = Problem.describe(call), device_of(arch)
     reason = support.declines(problem, device)
     assert reason is None, reason
     plan = Plan(backend, support.tile(problem, device), support.num_splits(problem, device), ())

@@ -183,7 +183,8 @@ def kernels_in_words(call: Call, forward: Plan, backward: tuple[Plan, Needs] | N
     if forward.backend not in ON_GPU:
         return ""
     both = backward if backward is not None and backward[0].backend in ON_GPU else None
-    return kernel_origin(launches_of(call, forward, both), call.tensors.q.device)
+    device = call.tensors.q.device
+    return kernel_origin(launches_of(call, describe_device(device), forward, both), device)
 
 
 def described_call(

@@ -2,6 +2,9 @@
 
 import functools
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -33,6 +36,21 @@ def host_readable(x: torch.Tensor) -> bool:
     return x.device.type == "cpu"
 
 
+_of_meta: ContextVar[Device | None] = ContextVar("of_meta", default=None)
+
+
+@contextmanager
+def meta_tensors_on(device: Device) -> Iterator[None]:
+    """Inside, tensors without memory stand for tensors on this device."""
+    token = _of_meta.set(device)
+    try:
+        yield
+    finally:
+        _of_meta.reset(token)
+
+
 def describe_device(device: torch.device) -> Device:
+    if device.type == "meta" and (assumed := _of_meta.get()) is not None:
+        return assumed
     index = device.index if device.index is not None else 0
     return _describe(device.type, index, torch.get_num_threads() if device.type == "cpu" else 0)

@@ -10,6 +10,7 @@ from ..backend.gpu.replay import Launch, collected_launches
 from ..call.cache import CacheCall
 from ..call.cache_tensors import CacheTensors
 from ..call.call import Call, Needs, Tensors
+from ..call.device import Device, meta_tensors_on
 from ..call.memory import address
 from ..call.plan import Plan
 from .passes import function_of
@@ -19,10 +20,10 @@ ADDRESS_BITS = 40  # between the addresses of two tensors
 ALIGNMENT = 16  # bytes up to which kernels depend on an address
 
 
-def launches_of(call: Call, plan: Plan, backward: tuple[Plan, Needs] | None = None) -> list[Launch]:
+def launches_of(call: Call, device: Device, plan: Plan, backward: tuple[Plan, Needs] | None = None) -> list[Launch]:
     """The launches of a call's forward pass by `plan`, a plan for `hopper` or `triton`, and of its backward pass."""
     call = without_memory(call)
-    with collected_launches() as launches:
+    with meta_tensors_on(device), collected_launches() as launches:
         out, lse = function_of(plan, call.kind)(plan, call)
         if backward is not None:
             backward_plan, needs = backward

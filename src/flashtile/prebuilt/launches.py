@@ -40,7 +40,7 @@ def launches(standard: StandardCall, device: Device) -> list[Launch]:
         wanted = ("q", "k", "v", *standard.differentiated)
         needs = Needs(*(name in wanted for name in DIFFERENTIABLE))
         backward = (plan_of(problem, device, needs), needs)
-    return launches_of(call, plan_of(problem, device, None), backward)
+    return launches_of(call, device, plan_of(problem, device, None), backward)
 
 
 def plan_of(problem: Problem, device: Device, needs: Needs | None) -> Plan:

@@ -50,6 +50,7 @@ def standard_calls() -> Iterator[StandardCall]:
         yield from long(dtype)
         yield from short(dtype)
         yield from few(dtype)
+        yield from just_over_a_wave(dtype)
         yield from with_features(dtype)
         yield from decoding(dtype)
         yield from paged_prefill(dtype)
@@ -102,6 +103,13 @@ def few(dtype: torch.dtype) -> Iterator[StandardCall]:
         for causal, deterministic in itertools.product((False, True), (None, True)):
             masked = {"mask": empty(1, 1, 1, rows, dtype=torch.bool), "causal": causal, "deterministic": deterministic}
             yield StandardCall("attention", {"q": q, "k": k, "v": v, **masked}, True)
+
+
+def just_over_a_wave(dtype: torch.dtype) -> Iterator[StandardCall]:
+    """A few blocks of keys more than a GPU has multiprocessors, or than twice as many: several programs share each."""
+    for dims, seqlen in itertools.product((*COMMON, *RARER), (1100, 2100)):
+        q, k, v = dense((16, 16), seqlen, seqlen, dims, dtype)
+        yield StandardCall("attention", {"q": q, "k": k, "v": v}, backward=True)
 
 
 def float32() -> Iterator[StandardCall]:

@@ -169,27 +169,47 @@ def test_one_block_of_keys(name: str, row_splits: int, rows: int, keys: int) -> 
 def test_split_heads(name: str, head_splits: int, row_splits: int) -> None:
     """Heads of a group, alone and with split rows."""
     case = case_of(name, hash_of(name), "cpu", AROUND_TILES)
-    chosen = {"head_splits": mock.Mock(return_value=head_splits), "row_splits": mock.Mock(return_value=row_splits)}
-    with mock.patch.multiple(splits, **chosen):
+    of_heads = mock.Mock(return_value=head_splits)
+    with (
+        mock.patch.multiple(splits, head_splits=of_heads, row_splits=mock.Mock(return_value=row_splits)),
+        mock.patch(f"{emulated_kernels().__package__}.fused_backward.head_splits", of_heads),
+    ):
         assert wrong(case, seed=0) == []
 
 
 @pytest.mark.parametrize(("name", "row_splits"), [
-    ("full 128", 1), ("full 128", 3), ("causal 80", 1), ("grouped heads 96", 1), ("causal 96", 2),
+    ("full 128", 1), ("full 128", 3), ("causal 80", 1), ("grouped heads 96", 1), ("causal 96", 2), ("causal 128", 1),
 ])  # fmt: skip
 def test_late_dq(name: str, row_splits: int) -> None:
     """A kernel otherwise chosen for long calls only, also with more rows than keys."""
     package = emulated_kernels().__package__
-    case = case_of(name, hash_of(name), "cpu", (193, 255, 384))
+    case = case_of(name, hash_of(name), "cpu", (193, 255, 384, 288))
     fused = importlib.import_module(f"{package}.kernels.backward.fused")
     with (
-        mock.patch(f"{package}.fused_backward.LATE_DQ_LENGTH", 193),
+        mock.patch.multiple(f"{package}.fused_backward", LATE_DQ_LENGTH=193, LATE_WIDE_LENGTH=193, MANY_BLOCKS=0),
         mock.patch.object(tables, "NEWEST_LATE_DQ", (9, 9)),
         mock.patch.object(splits, "row_splits", return_value=row_splits),
         mock.patch.object(fused, "add_dq", side_effect=fused.add_dq) as add_dq,
     ):
         assert wrong(case, seed=0) == []
     assert add_dq.call_count > 0
+
+
+@pytest.mark.parametrize(("name", "heads_at_once"), [
+    ("full 64", 1), ("full 32", 4), ("dropout 64", 4), ("grouped heads 128", 1),
+])  # fmt: skip
+def test_last_wave(name: str, heads_at_once: int) -> None:
+    """Blocks of keys of the last head, or of the last ones, of whose rows several programs have parts."""
+    package = emulated_kernels().__package__
+    case = replace(VARIANTS[name], seqlen_q=257, seqlen_k=300).case(4, "cpu")
+    with (
+        mock.patch(f"{package}.last_wave.GAIN", 9.0),
+        mock.patch(f"{package}.backward_launches.BackwardLaunches.l2_swizzle", return_value=heads_at_once),
+        emulated(5, 0) as launched,
+    ):
+        results = case.run("hopper")
+    assert [str(x) for x in compare(results, case, solve(case)) if not x.ok] == []
+    assert launched.count("backward_kernel") == 2
 
 
 @pytest.mark.parametrize(("row_chunks", "row_splits"), [(2, 1), (7, 1), (2, 2)])

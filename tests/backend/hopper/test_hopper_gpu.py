@@ -55,6 +55,18 @@ def test_late_dq(name: str) -> None:
         fast_path.forget()
 
 
+def test_last_wave() -> None:
+    """Several programs have parts of each of the last 12 of 144 blocks of keys, on 132 multiprocessors."""
+    variant = replace(VARIANTS["full 128"], heads=(16, 16), seqlen_q=1100, seqlen_k=1100)
+    case = variant.case(2, "cuda")
+    launch = fused_backward.FusedBackward.launch_last_wave
+    with mock.patch.object(fused_backward.FusedBackward, "launch_last_wave", autospec=True, side_effect=launch) as wave:
+        results = {key: x.cpu() for key, x in case.run("hopper").items()}
+    assert wave.call_count == 1
+    wrong = [str(x) for x in compare(results, case, solve(case)) if not x.ok]
+    assert not wrong, "\n".join(wrong)
+
+
 def check_with_tiles(name: str, tiles: dict[tuple[int, int], ForwardConfig]) -> None:
     fast_path.forget()
     try:

@@ -29,15 +29,13 @@ from ..scalars import (
 from . import formulas
 from .descriptors import dense_descriptor, ragged_descriptor, row_stats_descriptor
 from .distance_table import with_distance_table
-from .key_queue import KeyQueue, steps_of_blocks
+from .key_queue import L2_BYTES, KeyQueue, steps_of_blocks
 from .listed import has_lists
 from .scheduler_args import equal_groups, listed_heads
 from .tables import max_blocks
 from .tile_config import ALIGN, MMA_M, DkdvConfig, FusedBackwardConfig
 
-L2_BYTES = 48 * 2**20  # of rows and their dq accumulators that stay in the L2 cache
-LISTED_BYTES = 24 * 2**20  # the same, where more heads than fill the device stay there
-FEW_PARTS = 8  # of a group of heads, which run at once although their rows do not fit there
+LISTED_BYTES = 24 * 2**20  # of rows and their dq accumulators in the L2 cache, of more heads than fill the device
 NARROW, LONG, LONG_HEADS = 64, 8192, 4  # up to this width, programs share so many rows and keys of so many heads
 WARPS = 4
 PREPROCESS = Kernel(f"{__package__}.kernels.preprocess", "preprocess_kernel")
@@ -81,7 +79,7 @@ class BackwardLaunches:
         self.seqlen_q, self.seqlen_k = (len(x) if self.packed else x.shape[2] for x in (self.q, self.k))
         self.blocks = BlockCounts.of(config, self.q, self.k, self.batch)
         self.group = self.q.shape[1] // self.k.shape[1] // config.head_splits  # query heads that a program visits
-        self.cores = describe_device(self.q.device).cores
+        self.cores = cores_of(self.q)
         self.programs = min(self.cores, self.blocks.num_tiles)
         self.padded_rows = self.blocks.m_blocks * config.block_m
         row_stats = (self.blocks.heads, self.padded_rows), torch.float32
@@ -206,9 +204,8 @@ class BackwardLaunches:
         One group just fills the device, so that programs that wait for each other start together; few rows, for whose
         dq they wait, are those of several heads; so are long ones, unless the order of sums keeps programs in step.
         With a window or a diagonal, whose blocks of keys differ in length, it fills the device twice where programs
-        need not wait, and has to fit the L2 cache, as these blocks visit different rows, unless it is a few parts of
-        one group, which share their keys; larger ones may finish earlier (`key_queue`). With lists it is all that fit
-        there, unless programs wait, or that fill the device some times: they do not end together.
+        need not wait, and has to fit the L2 cache, as these blocks visit different rows (`key_queue`). With lists it is
+        all that fit there, unless programs wait, or that fill the device some times: they do not end together.
         """
         resident_heads = max(1, self.programs // self.blocks.n_blocks)
         bytes_per_head = self.group * self.seqlen_q * bytes_per_row
@@ -224,20 +221,20 @@ class BackwardLaunches:
             long = narrow and any_order and min(self.seqlen_q, self.seqlen_k) >= LONG
             several = min(LONG_HEADS, L2_BYTES // bytes_per_head) if long else 1
             return max(several, resident_heads, self.programs // (self.group * self.blocks.m_blocks))
-        at_once = resident_heads if self.config.in_order else 2 * self.programs // self.blocks.n_blocks
-        parts = self.config.head_splits if self.config.head_splits <= FEW_PARTS else 1
-        few = equal_groups(self.heads, max(parts, min(at_once, L2_BYTES // bytes_per_head)))
-        whole = isinstance(self.config, FusedBackwardConfig) and self.config.row_splits == 1
-        return self.key_queue().heads_at_once(few, LISTED_BYTES // bytes_per_head) if any_order and whole else few
+        queue = self.key_queue(bytes_per_head)
+        if any_order and self.config.splits == self.config.head_splits:
+            return queue.heads_at_once()
+        return queue.fitting_heads(resident_heads if self.config.in_order else 2 * self.programs // len(queue.steps))
 
     @property
     def heads(self) -> int:
         """Key heads of all sequences of a dense call, or parts of their groups."""
         return self.blocks.heads // self.group
 
-    def key_queue(self) -> KeyQueue:
+    def key_queue(self, bytes_per_head: int) -> KeyQueue:
         """The queue of a dense call's blocks of keys, if programs share none of their rows."""
-        return KeyQueue(self.heads, tuple(self.group * n for n in self.steps_of_blocks()), self.programs)
+        steps = tuple(self.group * n for n in self.steps_of_blocks())
+        return KeyQueue(self.heads, steps, self.programs, bytes_per_head, self.config.head_splits)
 
     def steps_of_blocks(self) -> list[int]:
         """Blocks of rows that each block of keys of a head of a dense call visits."""
@@ -255,6 +252,11 @@ class BackwardLaunches:
             name: self.recorder.op(partial(from_row_stats, gradient, self.q.shape[1]), *stats)
             for name, gradient in requested_from_rows(needs, self.tensors)
         }
+
+
+def cores_of(x: Tensor) -> int:
+    """Multiprocessors of a tensor's device."""
+    return describe_device(x.device).cores
 
 
 def from_row_stats(

@@ -12,17 +12,24 @@ from ..gpu.kernel import Kernel
 from ..gpu.pointers import Described, Layout, Pointers
 from ..gpu.replay import Recorder, Results
 from ..scalars import strides
-from .backward_launches import WARPS, BackwardLaunches
+from .backward_launches import WARPS, BackwardLaunches, cores_of
 from .bias_tiles import backward_tiles
 from .block_lists import has_lists, key_lists, mask_states
 from .descriptors import dq_accum_descriptor
+from .key_queue import head_splits
+from .last_wave import KeyRows, LastWave, last_wave
 from .slope_gradient import add_slope_parts, new_zeros, slope_parts_shape
 from .tile_config import ALIGN, COMBINE_ROWS, DQ_COLUMNS, MMA_M, NUM_WARPGROUPS, FusedBackwardConfig
 
 BACKWARD = Kernel(f"{__package__}.kernels.backward.fused", "backward_kernel")
 ADD_SPLITS = Kernel(f"{__package__}.kernels.add_splits", "add_splits_kernel")
 POSTPROCESS = Kernel(f"{__package__}.kernels.postprocess", "postprocess_kernel")
-LATE_DQ_LENGTH = 1536  # rows and keys from which adding dq late was measured to be faster (docs/journal)
+NO_WAVE: dict[str, Any] = {"first_tile": None, "first_head": None}
+NO_CHUNK: dict[str, Any] = {"chunk_lo": None, "chunk_hi": None}
+# Rows and keys from which adding dq late was measured to be faster, and the same with a diagonal at 128 features, if no
+# programs share a group (docs/journal/2026-11-25-late-dq.md, 2026-11-26-backward-queues.md).
+LATE_DQ_LENGTH, LATE_WIDE_LENGTH, WIDE = 1536, 2**13, 128
+MANY_BLOCKS = 32  # of keys, of which a last one that is computed for nothing is a small part
 
 
 class FusedBackward(BackwardLaunches):
@@ -39,7 +46,7 @@ class FusedBackward(BackwardLaunches):
         dout: Tensor,
         states: Tensor | None,
     ):
-        super().__init__(recorder, config, call, t, dout)
+        super().__init__(recorder, with_head_splits(config, call._replace(tensors=t)), call, t, dout)
         self.mask_states = mask_states(recorder, self.call) if states is None else states
         self.slope_parts: Tensor | None = None
 
@@ -53,10 +60,13 @@ class FusedBackward(BackwardLaunches):
     @property
     def late_dq(self) -> bool:
         """Whether warpgroups add dq to zeros, one step late: not in short calls, which setting the zeros costs too
-        much, nor where the last block of keys has none for the second warpgroup.
+        much, nor in those of few blocks of keys where the last one has none for the second warpgroup.
         """
-        alone = 0 < self.seqlen_k % self.config.block_n <= MMA_M
-        return self.config.late_dq and min(self.seqlen_q, self.seqlen_k) >= LATE_DQ_LENGTH and not alone
+        config = self.config
+        wide = config.head_dim.width == WIDE and not self.call.settings.window.unlimited
+        long = min(self.seqlen_q, self.seqlen_k) >= (LATE_WIDE_LENGTH if wide else LATE_DQ_LENGTH)
+        alone = 0 < self.seqlen_k % config.block_n <= MMA_M and self.blocks.n_blocks < MANY_BLOCKS
+        return config.late_dq and long and not alone and not (wide and config.splits > 1)
 
     def more_workspace(self) -> dict[str, Layout]:
         if self.stores_dq:
@@ -91,23 +101,62 @@ class FusedBackward(BackwardLaunches):
             first_key_first=self.config.lpt,
         )  # fmt: skip
         config, bias_pointers = backward_tiles(self.call, self.config)
-        bytes_per_row = self.config.head_dim.width * (2 * self.q.element_size() + torch.float32.itemsize)
+        pointers |= lists | bias_pointers
         scalars = {
-            **self.key_kernel_scalars(bytes_per_row),
+            **self.key_kernel_scalars(self.config.bytes_per_row),
             **list_scalars,
             "head_splits": self.config.head_splits if splits else None,
             "row_splits": self.config.row_splits if splits and not self.config.adds_dkdv else None,
             "dq_parts": self.config.dq_parts if self.config.dq_parts > 1 and not self.stores_dq else None,
             "CONFIG": replace(config.compiled, late_dq=self.late_dq),
         }
+        wave = self.last_wave(needs, scalars["l2_swizzle"])
+        if wave is not None:
+            scalars["num_tiles"] = wave.first_tile
         for chunk_lo, chunk_hi in self.chunks() if chunks else [(None, None)]:
             chunk = {"chunk_lo": chunk_lo, "chunk_hi": chunk_hi}
-            self.launch(BACKWARD, pointers | lists | bias_pointers, self.programs, scalars | chunk)
+            self.launch(BACKWARD, pointers, self.programs, scalars | NO_WAVE | chunk)
+        if wave is not None:
+            self.launch_last_wave(wave, pointers, scalars | NO_CHUNK, dk, dv)
         if in_fp32:
-            dk, dv = (self.add_splits(x, dx) for x, dx in zip((dk, dv), self.new_dk_dv(), strict=True))
+            dk, dv = (self.add_splits(x, dx, self.key_rows) for x, dx in zip((dk, dv), self.new_dk_dv(), strict=True))
         if not self.stores_dq:
             self.postprocess(dq)
         return dq, dk, dv
+
+    def last_wave(self, needs: Needs, l2_swizzle: int) -> LastWave | None:
+        """The last wave of blocks of keys, if more programs than one share each of them: in dense calls whose blocks
+        take equally long, and whose sums may come in any order.
+        """
+        config = self.config
+        equal = self.call.settings.window.unlimited and not (self.packed or has_lists(self.call))
+        shared = config.splits > 1 or config.row_chunks > 1 or config.in_order
+        if not equal or shared or needs.alibi_slopes or self.seqused_k is not None:
+            return None
+        steps = self.group * self.blocks.m_blocks
+        return last_wave(self.heads, self.blocks.n_blocks, l2_swizzle, steps, self.cores)
+
+    def launch_last_wave(
+        self, wave: LastWave, pointers: Pointers, scalars: dict[str, Any], dk: Tensor, dv: Tensor
+    ) -> None:
+        """Launch the last wave, whose programs add to dk and dv in fp32, and the conversion of these."""
+        rows = wave.rows(self.config.block_n, self.seqlen_k)
+        shape = 1, rows.heads, rows.seqlen, self.config.head_dim.width
+        sums = [self.recorder.op(partial(new_zeros, shape), x) for x in (self.k, self.v)]
+        box = MMA_M, min(self.config.head_dim.box, DQ_COLUMNS)
+        descs = {
+            f"{name}_desc": Described(x, self.make_descriptor, box) for name, x in zip(("dk", "dv"), sums, strict=True)
+        }
+        of_wave = {
+            "num_tiles": wave.num_tiles * wave.splits,
+            "row_splits": wave.splits,
+            "first_tile": wave.first_tile,
+            "first_head": wave.first_head,
+        }
+        programs = min(self.cores, wave.num_tiles * wave.splits)
+        self.launch(BACKWARD, {**pointers, **descs}, programs, scalars | of_wave)
+        for x, dx in zip(sums, (dk, dv), strict=True):
+            self.add_splits(x, dx, rows)
 
     def dq_pointers(self, dq: Tensor) -> Pointers:
         """dq itself, if the kernel stores it; else its accumulators, with semaphores unless sums begin with zeros."""
@@ -141,15 +190,20 @@ class FusedBackward(BackwardLaunches):
         count, blocks = self.config.row_chunks, self.blocks.m_blocks
         return [(blocks * n // count, blocks * (n + 1) // count) for n in range(count)]
 
-    def add_splits(self, splits: Tensor, dx: Tensor) -> Tensor:
-        """Launch the sum over the splits; returns `dx`."""
-        batch, heads, seqlen_k, _ = dx.shape
-        num_tiles = -(-seqlen_k // COMBINE_ROWS)
+    @property
+    def key_rows(self) -> KeyRows:
+        """All rows of dk and dv."""
+        return KeyRows(0, self.batch * self.k.shape[1], self.seqlen_k)
+
+    def add_splits(self, splits: Tensor, dx: Tensor, rows: KeyRows) -> Tensor:
+        """Launch the sum over the splits of some rows of `dx`; returns it."""
+        num_tiles = -(-rows.seqlen // COMBINE_ROWS)
         scalars: dict[str, Any] = {
             **strides("dx", dx, ALIGN),
             "num_tiles": num_tiles,
-            "num_heads": heads,
-            "seqlen": seqlen_k,
+            "num_heads": dx.shape[1],
+            "first_head": rows.first_head,
+            "seqlen": rows.seqlen,
             "columns": self.config.head_dim.columns_of(dx),
             "num_splits": self.config.dkdv_parts,
             "HEAD_DIM": self.config.head_dim,
@@ -157,7 +211,7 @@ class FusedBackward(BackwardLaunches):
             "BLOCK_N": COMBINE_ROWS,
             "num_warps": WARPS,
         }
-        self.recorder.launch(ADD_SPLITS, {"splits": splits, "dx": dx}, num_tiles * batch * heads, scalars)
+        self.recorder.launch(ADD_SPLITS, {"splits": splits, "dx": dx}, num_tiles * rows.heads, scalars)
         return dx
 
     def postprocess(self, dq: Tensor) -> None:
@@ -181,3 +235,13 @@ class FusedBackward(BackwardLaunches):
             "cu_seqlens_q": self.cu_seqlens_q,
         }
         self.recorder.launch(POSTPROCESS, pointers, self.blocks.heads * self.blocks.m_blocks, scalars)
+
+
+def with_head_splits(config: FusedBackwardConfig, call: Call) -> FusedBackwardConfig:
+    """The configuration with as many programs for the heads of a group as suit the call's lengths, which a plan knows
+    only roughly: where sums have no order, and rows are not divided.
+    """
+    unequal = call.layout == "dense" and not call.settings.window.unlimited
+    if config.in_order or config.row_splits > 1 or not unequal:
+        return config
+    return replace(config, head_splits=head_splits(call, config, cores_of(call.tensors.q)))

@@ -1,35 +1,62 @@
-"""The queue of blocks of keys in the backward pass: how many heads take turns, so that programs finish together."""
+"""The queue of blocks of keys in the backward pass, with a diagonal or a window: how many programs share the heads of a
+group, and how many heads take turns, so that rows stay in the L2 cache and programs finish together.
+"""
 
 import heapq
+from functools import cache, lru_cache
 from typing import NamedTuple
 
-from ...call.call import Settings
+from ...call.call import Call, Settings
 from ...call.window import row_range
+from .scheduler_args import equal_groups
+from .tile_config import FusedBackwardConfig
 
+L2_BYTES = 48 * 2**20  # of rows and their dq accumulators that stay in the L2 cache
+FEW_PARTS = 8  # of a group of heads, which run at once although their rows do not fit there
 ENDS = 1.5  # time in which a block of keys begins and ends, in blocks of rows
-SHORT_QUEUE = 8  # blocks of keys for each program; in longer queues the end matters less than the L2 cache
-GAIN = 0.95  # of the time, with which more heads at once are worth their room in the L2 cache
+SHORT_QUEUE = 16  # blocks of keys for each program; in longer queues the end matters less than the L2 cache
+GAIN = 0.96  # of the time, with which more heads at once are worth their room in the L2 cache
+SPLIT_LAUNCHES, SPLIT_BYTES = 4.0, 6e6  # blocks of rows that take as long as the launches, and bytes of dk and dv
+SLACK = 1.02  # times the least time, for which fewer programs share a group
+CROWDED = 1.1  # times the time, where rows of a window take more than half of the L2 cache
 
 
 class KeyQueue(NamedTuple):
     """A dense call's blocks of keys, in the order in which programs take them."""
 
-    heads: int  # key heads of all sequences
+    heads: int  # key heads of all sequences, or parts of their groups
     steps: tuple[int, ...]  # blocks of rows that each block of keys of a head visits
     programs: int
+    bytes_per_head: int  # of rows and their dq accumulators
+    parts: int = 1  # of a group
 
-    def heads_at_once(self, few: int, most: int) -> int:
-        """`few` heads, or equal groups of at most `most` of them where a short queue then ends earlier.
+    @property
+    def bytes_in_flight(self) -> int:
+        """Those of all heads whose blocks programs take at the same time."""
+        return -(-self.programs // len(self.steps)) * self.bytes_per_head
+
+    def heads_at_once(self) -> int:
+        """Heads that take turns: twice as many as fill the device, or more where a short queue then ends earlier.
 
         The longest blocks of a group come first, so that programs finish together; but those of the last group may come
         too late for that.
         """
-        groups = -(-self.heads // max(most, 1))
-        more = -(-self.heads // groups)
-        if more <= few or self.heads * len(self.steps) > SHORT_QUEUE * self.programs:
+        few = self.fitting_heads(2 * self.programs // len(self.steps))
+        more = -(-self.heads // -(-self.heads // max(L2_BYTES // self.bytes_per_head, 1)))
+        if more <= few or not self.is_short:
             return few
         return more if self.time(more) < GAIN * self.time(few) else few
 
+    def fitting_heads(self, most: int) -> int:
+        """At most `most` heads, in equal groups, whose rows fit the L2 cache or that are a few parts of a group."""
+        parts = self.parts if self.parts <= FEW_PARTS else 1
+        return equal_groups(self.heads, max(parts, min(most, L2_BYTES // self.bytes_per_head)))
+
+    @property
+    def is_short(self) -> bool:
+        return self.heads * len(self.steps) <= SHORT_QUEUE * self.programs
+
+    @lru_cache(maxsize=1024)  # noqa: B019 - of values
     def time(self, heads_at_once: int) -> float:
         """Time until the last program is done, if none waits for another one."""
         done = [0.0] * self.programs
@@ -38,6 +65,42 @@ class KeyQueue(NamedTuple):
                 for _ in range(min(heads_at_once, self.heads - first)):
                     heapq.heapreplace(done, done[0] + steps + ENDS)
         return max(done)
+
+    def least_time(self) -> float:
+        """The time with the heads that take turns, or if the queue is long, that of all programs without an end."""
+        if self.is_short:
+            return self.time(self.heads_at_once())
+        return self.heads * (sum(self.steps) + ENDS * len(self.steps)) / self.programs
+
+
+def head_splits(call: Call, config: FusedBackwardConfig, cores: int) -> int:
+    """Programs that share the query heads of a block of keys: as few as leave room in the L2 cache for the rows of all
+    heads in flight, and more where that shortens the queue by more than their dk and dv in fp32 take.
+    """
+    q, k = call.tensors.q, call.tensors.k
+    (batch, num_heads, seqlen_q, _), (_, num_heads_k, seqlen_k, _) = q.shape, k.shape
+    group = num_heads // num_heads_k
+    steps = steps_of_blocks(call.settings, seqlen_q, seqlen_k, config.block_m, config.block_n)
+    # fp32 zeros, sums and results
+    bytes_split = batch * num_heads_k * seqlen_k * config.head_dim.width * 20
+
+    windowed = call.settings.window.left is not None
+
+    @cache
+    def time(parts: int) -> float:
+        cost = SPLIT_LAUNCHES + bytes_split / SPLIT_BYTES if parts > 1 else 0.0
+        crowded = windowed and queue(parts).bytes_in_flight > L2_BYTES // 2
+        return queue(parts).least_time() * (CROWDED if crowded else 1.0) + cost
+
+    def queue(parts: int) -> KeyQueue:
+        heads, tiles = batch * num_heads_k * parts, batch * num_heads_k * parts * len(steps)
+        rows = group // parts * seqlen_q
+        visited = tuple(group // parts * n for n in steps)
+        return KeyQueue(heads, visited, min(cores, tiles), rows * config.bytes_per_row, parts)
+
+    choices = [n for n in range(1, group + 1) if group % n == 0]
+    fitting = [n for n in choices if queue(n).bytes_in_flight <= L2_BYTES] or choices[-1:]
+    return next(n for n in fitting if time(n) <= SLACK * min(map(time, fitting)))
 
 
 def steps_of_blocks(settings: Settings, seqlen_q: int, seqlen_k: int, block_m: int, block_n: int) -> list[int]:

@@ -18,8 +18,6 @@ MAX_DQ_PARTS = 16
 MAX_CHUNK_ROWS = 2**16  # of a launch, in which programs stay close enough to each other to share the L2 cache
 UNEVEN = 0.9  # time of the longest tile of keys, in units of all tiles spread over all cores, from which it is split
 NEARLY_EVEN = 1.1  # the same, with which splits of heads alone will do
-FINE = 0.5  # the same, from which each head of a group is taken alone
-WIDE, MANY_ROWS = 128, 2048  # head dimension, and rows above which heads of a group are faster apart or in pairs
 MIN_UNEVEN_BLOCKS, MAX_UNEVEN_SPLITS = 16, 16  # blocks of rows, and splits of them
 
 
@@ -72,10 +70,6 @@ def head_splits(problem: Problem, device: Device, config: FusedBackwardConfig) -
     if problem.layout != "dense" or problem.window.unlimited:
         return 1
     group = problem.num_heads_q // problem.num_heads_kv
-    # In order, each has dk and dv of its own.
-    if config.head_dim.width == WIDE and problem.seqlen_q > MANY_ROWS and not config.in_order:
-        pairs = group // 2 if group % 2 == 0 and problem.window.left is None else group
-        return group if uneven(problem, device, config, pairs, FINE) else pairs
     choices = [n for n in range(1, group + 1) if group % n == 0]
     even = (n for n in choices if not uneven(problem, device, config, n, UNEVEN))
     return next(even, 1 if uneven(problem, device, config, group, NEARLY_EVEN) else group)
@@ -109,7 +103,7 @@ def uneven(problem: Problem, device: Device, config: FusedBackwardConfig, head_s
 def row_chunks(problem: Problem, config: FusedBackwardConfig) -> int:
     """The number of launches among which the rows of a long call are divided."""
     masked = not problem.window.unlimited or problem.mask_mod is not None or problem.features.mask is not None
-    if problem.layout != "dense" or masked or not config.in_order:
+    if problem.layout != "dense" or masked or not (config.in_order or config.late_dq):
         return 1
     return cdiv(problem.seqlen_q, MAX_CHUNK_ROWS)
 

@@ -31,6 +31,9 @@ NARROWEST_FLOAT32 = 64  # up to here, Triton's kernels
 SHORT_FLOAT32 = 64  # rows or keys up to which splitting rows is not worth a launch (counted, not measured)
 SHORT, SHORT_BIASED = 256, 128  # rows; with a bias, which TMA loads here, rows or keys
 MIN_ROWS, MOST_KEYS, MIN_HEADS = 32, 512, 5  # of calls of up to 64 rows that run here; heads for each core
+# Above 64 features: pairs of a head up to which Triton's kernels have a tile for all, and keys of a tile here, of which
+# backward needs one for each core (docs/journal/2026-11-26-backward-queues.md).
+MOST_PAIRS, TILE_KEYS = 64 * 64, 128
 TILE_ROWS = 128
 FEW_KEYS, FEW_TILES = 2048, 4  # tiles of rows for each core
 LISTED = 128  # head dimension up to which backward visits lists of blocks
@@ -201,8 +204,8 @@ def wants_smaller_tiles(problem: Problem, device: Device, needs: Needs | None) -
 
 
 def fills_device(problem: Problem, device: Device, needs: Needs | None) -> bool:
-    """Whether heads of up to 64 rows fill the device without splits of their keys, in calls that were measured to be
-    faster here (docs/journal/2026-11-25-requests.md).
+    """Whether heads of up to 64 rows fill the device without splits of their keys (in backward, their blocks of keys),
+    in calls that were measured to be faster here (docs/journal/2026-11-25-requests.md).
     """
     p = problem
     modified = p.softcap or p.dropout or p.score_mod or p.mask_mod or p.features != NO_FEATURES
@@ -210,7 +213,10 @@ def fills_device(problem: Problem, device: Device, needs: Needs | None) -> bool:
         return False
     heads, rows = p.batch * p.num_heads_q, (p.fine_lengths or (p.seqlen_q,))[0]
     if needs is not None:
-        return widths(p) == FUSED[-1] and heads >= device.cores and max(rows, p.seqlen_k) > MIN_ROWS
+        wide = widths(p) in FUSED and widths(p) not in ONE_BOX
+        several = p.seqlen_q * p.seqlen_k > MOST_PAIRS and heads * -(-p.seqlen_k // TILE_KEYS) >= device.cores
+        single = widths(p) == FUSED[-1] and heads >= device.cores and max(rows, p.seqlen_k) > MIN_ROWS
+        return single or (wide and several)
     measured = widths(p) in (*ONE_BOX, FUSED[-1])
     return measured and rows >= MIN_ROWS and p.seqlen_k <= MOST_KEYS and heads >= MIN_HEADS * device.cores
 

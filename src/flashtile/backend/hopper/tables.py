@@ -202,26 +202,25 @@ def backward_config(
     config = FUSED_BACKWARD[width[0]]
     limited = not problem.window.unlimited
     # A mask function shows each block of keys other rows, as a diagonal does.
-    # Without a diagonal, an order keeps programs in step: they read the same rows from the L2 cache.
+    # Without a diagonal, an order keeps programs in step: they read the same rows from the L2 cache. Adding late is
+    # faster than that (docs/journal/2026-11-26-backward-queues.md).
     min_rows = IN_ORDER_MIN_ROWS_64 if width in ONE_BOX else IN_ORDER_MIN_ROWS
     long = problem.seqlen_q >= min_rows and problem.seqlen_k >= IN_ORDER_MIN_KEYS
-    in_order = problem.deterministic or (long and not limited and problem.mask_mod is None)
+    late_dq = not problem.deterministic and may_add_late(problem, device, width)
+    in_order = problem.deterministic or (long and not late_dq and not limited and problem.mask_mod is None)
     # Blocks in lists differ in length by the mask. Last keys first, each of them begins with its own diagonal, and none
     # waits for the first one to store its dq.
     lpt = limited and (not in_order or config.block_m < config.block_n) and not expects_lists(problem)
-    late_dq = not in_order and may_add_late(problem, device, width)
     return replace(config, lpt=lpt, in_order=in_order, late_dq=late_dq)
 
 
 def may_add_late(problem: Problem, device: Device, width: tuple[int, int]) -> bool:
     """Whether warpgroups may add dq themselves, one step late, if the call is long: in plain calls at widths whose
-    products leave registers, at 128 few and without a diagonal only.
+    products leave registers, at 128 few.
     """
     plain = problem.features == NO_FEATURES and not (problem.softcap or problem.dropout or problem.score_mod)
-    if width == (128, 128):
-        fits = problem.window.unlimited and (compiler_version(device.arch) or NEWEST_LATE_DQ) <= NEWEST_LATE_DQ
-    else:
-        fits = width not in ONE_BOX and problem.window in (UNLIMITED, Window(right=0))
+    few_registers = width == (128, 128) and (compiler_version(device.arch) or NEWEST_LATE_DQ) > NEWEST_LATE_DQ
+    fits = width not in ONE_BOX and problem.window in (UNLIMITED, Window(right=0)) and not few_registers
     return problem.layout == "dense" and plain and not is_masked(problem) and fits
 
 

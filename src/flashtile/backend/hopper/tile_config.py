@@ -219,6 +219,11 @@ class FusedBackwardConfig(Constexpr):
         return self.head_splits * self.row_splits
 
     @property
+    def bytes_per_row(self) -> int:
+        """Of q and dout in 16 bits, and of dq's accumulator: what a row takes of the L2 cache."""
+        return self.head_dim.width * (2 * 2 + 4)
+
+    @property
     def adds_dkdv(self) -> bool:
         """Whether these programs add to the same dk and dv, in any order."""
         return self.head_splits > 1 and self.row_splits == 1 and not self.in_order

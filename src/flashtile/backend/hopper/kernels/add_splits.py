@@ -9,20 +9,19 @@ from .shared.padded_rows import feature_mask, stride64
 
 @triton_kernel
 def add_splits_kernel(
-    splits, dx, stride_dx_b, stride_dx_h, stride_dx_m, num_tiles, num_heads, seqlen, columns, num_splits,
+    splits, dx, stride_dx_b, stride_dx_h, stride_dx_m, num_tiles, num_heads, seqlen, columns, num_splits, first_head,
     HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """`dx [B, H, S, D]` from `splits [num_splits * B, H, S, D]`, added in their order."""
+    """`dx [B, H, S, D]` from `splits [num_splits * B, H, S, D]`, added in their order. With a `first_head`, some rows
+    of some heads.
+    """
     block, flat_head = tl.program_id(0) % num_tiles, (tl.program_id(0) // num_tiles).to(tl.int64)
     total_heads = (tl.num_programs(0) // num_tiles).to(tl.int64)
     row = block * BLOCK_N + tl.arange(0, BLOCK_N)
     exists = row < seqlen
     first = splits + (flat_head * seqlen + row)[:, None] * HEAD_DIM.width
-    rows = (
-        dx
-        + flat_head // num_heads * stride64(stride_dx_b, ALIGN)
-        + flat_head % num_heads * stride64(stride_dx_h, ALIGN)
-    )
+    head = flat_head + first_head
+    rows = dx + head // num_heads * stride64(stride_dx_b, ALIGN) + head % num_heads * stride64(stride_dx_h, ALIGN)
     rows += row[:, None] * stride64(stride_dx_m, ALIGN)
     for c in tl.static_range(len(HEAD_DIM.chunks)):
         feature = HEAD_DIM.offsets[c] + tl.arange(0, HEAD_DIM.chunks[c])[None, :]

@@ -56,6 +56,7 @@ from .scores import begin_probabilities, block_coord, finish_probabilities, load
 from .slopes import SlopeGradient, add_slope_gradient
 from .tile_scheduler import (
     KeyTileScheduler,
+    LastWave,
     RowChunk,
     TileSplits,
     first_m_block,
@@ -103,8 +104,8 @@ def backward_kernel(
     tile_count_semaphore, dq_semaphore, slopes, dslopes,
     cu_seqlens_q, cu_seqlens_k, seqused_k, stride_slopes_b, batch,
     num_tiles, num_blocks, total_heads, l2_swizzle, num_heads_k, group, padded_rows,
-    seqlen_q, seqlen_k, head_splits, row_splits, chunk_lo, chunk_hi, dq_parts, diagonal, window_left, window_right,
-    top_left, factor, multiplier, softcap, scale,
+    seqlen_q, seqlen_k, head_splits, row_splits, first_tile, first_head, chunk_lo, chunk_hi, dq_parts, diagonal,
+    window_left, window_right, top_left, factor, multiplier, softcap, scale,
     bias, mask, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_mask_b, stride_mask_h,
     stride_mask_m, stride_mask_n, pair_rows, bias_desc, lists, mask_bits, stride_lists_b, stride_lists_h, stride_lists,
     ranks,
@@ -143,7 +144,7 @@ def backward_kernel(
     fence_async_shared()
 
     block_lists = BlockLists(lists, stride_lists_b, stride_lists_h, stride_lists, ranks, mask_bits)
-    splits, chunk = TileSplits(head_splits, row_splits), RowChunk(chunk_lo, chunk_hi)
+    splits, chunk = TileSplits(head_splits, row_splits, LastWave(first_tile, first_head)), RowChunk(chunk_lo, chunk_hi)
     scheduler = KeyTileScheduler(
         num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads_k, group, padded_rows, diagonal,
         splits, chunk, block_lists,
@@ -387,7 +388,8 @@ def compute_tile(
         mbarrier.wait(dq_pipeline.empty.index(warpgroup), (count & 1) ^ 1)
     splits = context.splits
     coord = dkdv_coord(tile, key_head(tile, splits), first_key, params.batch, splits, PACKED)
-    ADD: gl.constexpr = context.chunk.lo is not None or (splits.heads is not None and splits.rows is None)
+    OF_HEADS: gl.constexpr = splits.heads is not None and splits.rows is None
+    ADD: gl.constexpr = OF_HEADS or context.chunk.lo is not None or splits.wave.first_tile is not None
     store_dkdv(outputs.dv, coord, dv, dropout.keep_scale, dq_pipeline.smem.index(warpgroup), HEAD_DIM, ADD)
     store_dkdv(outputs.dk, coord, dk, outputs.scale, dq_pipeline.smem.index(warpgroup), HEAD_DIM, ADD)
     return count

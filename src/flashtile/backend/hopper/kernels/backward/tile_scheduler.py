@@ -40,6 +40,15 @@ class RowChunk(NamedTuple):
     hi: gl.tensor | None
 
 
+class LastWave(NamedTuple):
+    """Dense: the first tile of a launch, and the first head of dk and dv, to which the parts of the rows add; `None` if
+    a launch begins with tile 0.
+    """
+
+    first_tile: gl.tensor | None
+    first_head: gl.tensor | None
+
+
 class TileSplits(NamedTuple):
     """Dense: programs that share a block of keys. With parts of the rows, each has dk and dv of its own; with parts of
     the heads alone, all add to the same.
@@ -47,6 +56,7 @@ class TileSplits(NamedTuple):
 
     heads: gl.tensor | None  # parts of the group of query heads; `None` if no programs share a block
     rows: gl.tensor | None  # parts of the rows, for each of them
+    wave: "LastWave"
 
 
 class KeyTileScheduler(NamedTuple):
@@ -79,7 +89,7 @@ class KeyWorkTile(NamedTuple):
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
     token_q: gl.tensor  # token of row 0; 0 if dense; with lists, the list's offset
-    token_k: gl.tensor  # dense: the split
+    token_k: gl.tensor  # dense: the split, or in a last wave the head of dk and dv
     entry: gl.tensor  # with lists, that of the first step
 
 
@@ -101,6 +111,8 @@ def schedule_dense_key_tiles(queue, scheduler, seqlens, bounds, CONFIG: gl.const
     shift = seqlens.seqlen_k - seqlens.seqlen_q + scheduler.diagonal
     while tile_index < scheduler.num_tiles:
         row_split, whole_tile = split_and_tile(tile_index, scheduler.splits.rows)
+        if scheduler.splits.wave.first_tile is not None:
+            whole_tile += scheduler.splits.wave.first_tile
         flat_head, block = key_head_and_block(scheduler, whole_tile, CONFIG.lpt)
         head_splits = 1
         if scheduler.splits.heads is not None:
@@ -121,6 +133,8 @@ def schedule_dense_key_tiles(queue, scheduler, seqlens, bounds, CONFIG: gl.const
         if scheduler.splits.rows is not None:
             lo, hi = split_range(lo, hi, row_split, scheduler.splits.rows)
             split = split * scheduler.splits.rows + row_split
+        if scheduler.splits.wave.first_head is not None:
+            split = flat_head - scheduler.splits.wave.first_head
         padded_row = flat_head * scheduler.group * scheduler.padded_rows
         entry = load_entry(scheduler.lists, list_offset, hi - 1 if CONFIG.lpt else lo)
         tile = KeyWorkTile(

@@ -15,6 +15,7 @@ from ..backward.producer import BackwardDescriptors, BackwardPipelines, backward
 from ..backward.scores import block_coord, block_scores, load_block
 from ..backward.tile_scheduler import (
     KeyTileScheduler,
+    LastWave,
     RowChunk,
     TileSplits,
     first_m_block,
@@ -109,7 +110,7 @@ def dkdv_kernel(
     fence_async_shared()
 
     lists = BlockLists(None, None, None, None, None, None)
-    splits = TileSplits(None, None)
+    splits = TileSplits(None, None, LastWave(None, None))
     scheduler = KeyTileScheduler(
         num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads_k, group, padded_rows, diagonal,
         splits, RowChunk(None, None), lists,

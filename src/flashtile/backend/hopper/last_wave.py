@@ -1,0 +1,57 @@
+"""The last wave of blocks of keys in the backward pass, which more programs share than it has blocks.
+
+Without a mask all blocks take equally long, so that a call of six and a half waves takes as long as one of seven. Its
+last half wave is a launch of its own, in which several programs have some of the rows of each block.
+"""
+
+from typing import NamedTuple
+
+from .key_queue import ENDS
+
+LAUNCHES = 6.0  # time of the launches around the wave, in blocks of rows
+GAIN = 0.95  # of the time, for which dk and dv in fp32 and their conversion are worth their memory
+MAX_SPLITS = 16
+
+
+class KeyRows(NamedTuple):
+    """Some of the rows of dk and dv: the first ones of some heads, counted through all sequences."""
+
+    first_head: int
+    heads: int
+    seqlen: int
+
+
+class LastWave(NamedTuple):
+    """The last tiles of a launch: the first blocks of keys of the last heads that take turns."""
+
+    first_tile: int
+    num_tiles: int
+    first_head: int
+    heads: int
+    splits: int  # programs for each tile
+
+    def rows(self, block_n: int, seqlen_k: int) -> KeyRows:
+        """The rows of these heads that are in the wave."""
+        return KeyRows(self.first_head, self.heads, min(seqlen_k, self.num_tiles // self.heads * block_n))
+
+
+def last_wave(heads: int, n_blocks: int, heads_at_once: int, steps: int, programs: int) -> LastWave | None:
+    """The last wave of `n_blocks` tiles of each head, with `steps` blocks of rows each; `None` if dividing it gains
+    little, or if it begins before the last heads that take turns.
+    """
+    waves, rest = divmod(heads * n_blocks, programs)
+    if waves == 0 or rest == 0:
+        return None
+    last_heads = (heads - 1) % heads_at_once + 1
+    num_tiles = -(-rest // last_heads) * last_heads  # whole blocks of all of these heads
+    if num_tiles > last_heads * n_blocks:
+        return None
+
+    def time(splits: int) -> float:
+        return -(-num_tiles * splits // programs) * (steps / splits + ENDS)
+
+    splits = min(range(2, min(MAX_SPLITS, steps) + 1), key=time, default=1)
+    whole = steps + ENDS
+    if waves * whole + LAUNCHES + time(splits) > GAIN * (waves + 1) * whole:
+        return None
+    return LastWave(heads * n_blocks - num_tiles, num_tiles, heads - last_heads, last_heads, splits)
