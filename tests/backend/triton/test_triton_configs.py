@@ -207,6 +207,12 @@ def test_sequences_in_pages_are_split_since_their_lengths_differ() -> None:
     assert [support.num_splits(x.bucketed(), H100) for x in (same, whole, paged)] == [2, 2, 4]
 
 
+def test_pages_over_64_features_have_two_warps() -> None:
+    same = decoding(16, 20, 20, 1024, 80)
+    paged = replace(same, layout="paged", pages=Pages(16, True, True))
+    assert [configs.tile(x, H100).forward.num_warps for x in (same, paged)] == [1, 2]
+
+
 def test_faster_memory_wants_more_splits() -> None:
     speculative = decoding(8, 32, 8, 8192, 128, seqlen_q=5)
     assert [support.num_splits(speculative, device) for device in (H100, H200)] == [2, 3]

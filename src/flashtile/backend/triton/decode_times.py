@@ -78,12 +78,15 @@ def fastest(problem: Problem, device: Device, block_m: int) -> Choice | None:
 
 
 def tiles(problem: Problem, block_m: int) -> tuple[TimedTile, ...]:
-    """The tiles that were measured for a problem's width, whose blocks are not longer than its pages."""
+    """The tiles that were measured for a problem's width, whose blocks are not longer than its pages. One warp lacks
+    registers for the addresses of pages over 64 features (Triton 3.6: 72 bytes of spills a thread).
+    """
     width = max(problem.head_dim, problem.head_dim_v)
     found = next((found for most, found in TILES.items() if block_m <= most[0] and width <= most[1]), ())
     pages = problem.pages
     longest = pages.size if pages is not None and pages.several else problem.seqlen_k
-    return tuple(tile for tile in found if tile.block_n <= max(longest, LONG_BLOCK))
+    least_warps = 2 if is_uneven(problem) and width > 64 else 1
+    return tuple(tile for tile in found if tile.block_n <= max(longest, LONG_BLOCK) and tile.num_warps >= least_warps)
 
 
 def is_uneven(problem: Problem) -> bool:
