@@ -132,9 +132,9 @@ class Problem:
 
     def bucketed(self) -> "Problem":
         """The problem with lengths and batch rounded up to a power of two: a plan serves the whole bucket, so that a
-        growing sequence neither replans nor recompiles. In dense calls of a few tiles, `fine_lengths` tell more, and the
-        batch of a few rows is rounded less. A band of earlier or later keys alone keeps its sides: rounded ones may be a
-        much narrower band.
+        growing sequence neither replans nor recompiles. In dense calls of a few tiles, `fine_lengths` tell more; with
+        few rows, the batch is rounded less. A band of earlier or later keys alone keeps its sides: rounded ones may be
+        a much narrower band.
         """
         window = self.window._replace(chunk=power_of_two(self.window.chunk))
         if min(window.left or 0, window.right or 0) >= 0:
