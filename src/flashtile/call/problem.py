@@ -15,6 +15,8 @@ OCTET = 8  # keys of a row that share a counter of dropout's random numbers
 SHORT_ROWS = range(17, 2049)  # of calls whose time depends on how their lengths divide into tiles
 FINE = 64  # rows and keys of these calls that one plan serves: a warpgroup's rows on Hopper
 FINER = 32  # the same of lengths up to 8 * FINE
+FEW_ROWS = 16  # up to which a call's time depends on how its heads and sequences divide into cores
+STEPS = 8  # of such a call's batch from one power of two to the next
 LONGEST = 2**30  # for kernels whose positions are 32-bit integers, and sums of two of them must be
 
 
@@ -130,8 +132,9 @@ class Problem:
 
     def bucketed(self) -> "Problem":
         """The problem with lengths and batch rounded up to a power of two: a plan serves the whole bucket, so that a
-        growing sequence neither replans nor recompiles. In dense calls of a few tiles, `fine_lengths` tell more. A band
-        of earlier or later keys alone keeps its sides: rounded ones may be a much narrower band.
+        growing sequence neither replans nor recompiles. In dense calls of a few tiles, `fine_lengths` tell more; with
+        few rows, the batch is rounded less. A band of earlier or later keys alone keeps its sides: rounded ones may be
+        a much narrower band.
         """
         window = self.window._replace(chunk=power_of_two(self.window.chunk))
         if min(window.left or 0, window.right or 0) >= 0:
@@ -140,7 +143,7 @@ class Problem:
         return replace(
             self,
             fine_lengths=(fine_length(self.seqlen_q), fine_length(self.seqlen_k)) if fine else None,
-            batch=power_of_two(self.batch),
+            batch=fine_batch(self.batch) if self.seqlen_q <= FEW_ROWS else power_of_two(self.batch),
             seqlen_q=power_of_two(self.seqlen_q),
             seqlen_k=power_of_two(self.seqlen_k),
             window=window,
@@ -169,6 +172,12 @@ def fine_length(n: int) -> int:
     """`n` rounded up to a multiple of FINE or FINER, or where that is a small part of it, to a power of two."""
     step = FINE if n > 8 * FINE else FINER
     return -(-n // step) * step if n in SHORT_ROWS else power_of_two(n)
+
+
+def fine_batch(n: int) -> int:
+    """`n` rounded up by less than an eighth: exact up to 16, then 18, 20, ..., 32, 36, ..."""
+    step = max(1, power_of_two(n) // (2 * STEPS))
+    return -(-n // step) * step
 
 
 def alignment(*tensors: torch.Tensor) -> int:

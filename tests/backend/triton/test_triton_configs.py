@@ -8,7 +8,7 @@ import pytest
 import torch
 from calls import dense_call
 
-from flashtile.backend.triton import configs, support
+from flashtile.backend.triton import configs, decode_times, support
 from flashtile.backend.triton import decoding as decode_tiles
 from flashtile.backend.triton.configs import HALF, SMALL
 from flashtile.backend.triton.tile_config import FusedConfig, KernelConfig, TileConfig
@@ -17,6 +17,7 @@ from flashtile.call.device import Device
 from flashtile.call.problem import Pages, Problem
 from flashtile.call.window import Window
 
+H100 = Device("cuda", "NVIDIA H100 80GB HBM3", "sm_90", 132)
 H200, A100 = Device("cuda", "H200", "sm_90", 132), Device("cuda", "A100", "sm_80", 108)
 
 
@@ -161,24 +162,67 @@ def test_decoding_with_given_splits_has_one_tile_whatever_is_in_the_batch() -> N
 @pytest.mark.parametrize(
     ("call", "expected", "splits"),
     [
-        ((1, 14, 2, 4096, 64), (16, 128, 4, 4), 16),  # a program alone on its core
-        ((16, 12, 12, 1024, 64), (16, 64, 2, 3), 1),  # more tiles than cores
-        ((8, 20, 20, 2048, 64), (16, 64, 2, 3), 2),  # the bucket of a batch of five
-        ((4, 20, 20, 2048, 64), (16, 64, 2, 4), 3),  # fewer tiles than cores
-        ((64, 12, 12, 1024, 64), (16, 128, 4, 4), 1),
-        ((8, 32, 32, 2048, 80), (16, 32, 1, 4), 1),  # two chunks of features
-        ((1, 32, 32, 2048, 80), (16, 64, 4, 4), 4),
-        ((8, 8, 1, 131072, 128), (16, 128, 4, 3), 16),
-        ((64, 32, 8, 8192, 128), (16, 64, 4, 4), 1),
-        ((16, 8, 1, 8192, 256), (16, 32, 4, 4), 8),
-        ((32, 71, 1, 2048, 64), (64, 64, 4, 3), 4),  # two tiles of a group
-        ((1, 96, 1, 4096, 128), (128, 64, 8, 4), 16),
+        ((1, 14, 2, 4096, 64), (16, 128, 4, 3), 16),  # a program alone on its core
+        ((16, 12, 12, 1024, 64), (16, 32, 1, 4), 1),  # more tiles than cores
+        ((5, 20, 20, 1500, 64), (16, 128, 4, 3), 1),  # fewer
+        ((64, 12, 12, 1024, 64), (16, 32, 1, 4), 1),
+        ((3, 32, 32, 2048, 80), (16, 64, 2, 3), 2),  # two chunks of features
+        ((8, 8, 1, 131072, 128), (16, 128, 4, 3), 12),
+        ((64, 32, 8, 8192, 128), (16, 64, 4, 3), 1),
+        ((1, 8, 1, 131072, 256), (16, 64, 4, 3), 48),  # merging the splits of a single head pays
+        ((32, 71, 1, 2048, 64), (64, 64, 4, 3), 4),  # two tiles of a group, which read the same keys
+        ((1, 96, 1, 4096, 128), (128, 64, 8, 4), 16),  # not counted
     ],
 )
 def test_decoding_fills_the_chip(call: tuple[int, ...], expected: tuple[int, ...], splits: int) -> None:
-    described = decoding(*call)
-    assert configs.tile(described, H200).forward == KernelConfig(*expected)
-    assert support.num_splits(described, H200) == splits
+    described = decoding(*call).bucketed()
+    assert configs.tile(described, H100).forward == KernelConfig(*expected)
+    assert support.num_splits(described, H100) == splits
+
+
+def test_decoding_counts_the_batch_nearly_as_it_is() -> None:
+    """100 programs are not counted as 160, nor 160 as 256."""
+    assert [decoding(n, 20, 20, 1500, 64).bucketed().batch for n in (1, 5, 9, 17, 33, 65)] == [1, 5, 9, 18, 36, 72]
+    assert replace(decoding(5, 20, 20, 1500, 64), seqlen_q=17).bucketed().batch == 8
+    splits = [support.num_splits(decoding(n, 12, 12, 2048, 64).bucketed(), H100) for n in (5, 8)]
+    assert splits == [2, 1]
+
+
+def test_decoding_in_windows_counts_the_keys_that_are_visible() -> None:
+    long = decoding(8, 64, 8, 8192, 64, window=Window(127, 0))
+    assert support.num_splits(long.bucketed(), H100) == 1
+    short, chunked = (decoding(1, 4, 4, 2**20, 64, window=Window(None, 0, chunk=n)) for n in (None, 256))
+    assert [support.num_splits(x.bucketed(), H100) for x in (short, chunked)] == [32, 12]
+
+
+def test_decoding_of_nothing_has_a_plan() -> None:
+    paged = replace(decoding(0, 8, 2, 0, 64), layout="paged", pages=Pages(16, True, True))
+    assert support.num_splits(paged.bucketed(), H100) == 1
+
+
+def test_sequences_in_pages_are_split_since_their_lengths_differ() -> None:
+    same = decoding(33, 32, 8, 6144, 128)
+    paged = replace(same, layout="paged", pages=Pages(16, True, True))
+    whole = replace(paged, pages=Pages(6144, False, True))
+    assert [support.num_splits(x.bucketed(), H100) for x in (same, whole, paged)] == [2, 2, 4]
+
+
+def test_pages_over_64_features_have_two_warps() -> None:
+    same = decoding(16, 20, 20, 1024, 80)
+    paged = replace(same, layout="paged", pages=Pages(16, True, True))
+    assert [configs.tile(x, H100).forward.num_warps for x in (same, paged)] == [1, 2]
+
+
+def test_faster_memory_wants_more_splits() -> None:
+    speculative = decoding(8, 32, 8, 8192, 128, seqlen_q=5)
+    assert [support.num_splits(speculative, device) for device in (H100, H200)] == [2, 3]
+
+
+def test_merges_are_counted_as_the_kernel_runs_them() -> None:
+    pytest.importorskip("triton")
+    from flashtile.backend.triton.kernels import combine
+
+    assert (combine.MAX_UNROLL.value, combine.REGISTERS.value) == (decode_times.MAX_UNROLL, decode_times.REGISTERS)
 
 
 def test_splits_of_long_calls_leave_one_program_to_a_core() -> None:
@@ -204,9 +248,8 @@ def test_decoding_of_many_rows_leaves_room_for_two_programs() -> None:
         few = replace(problem(head_dim=width, head_dim_v=width), seqlen_q=rows, num_heads_kv=8)
         found = configs.tile(few, H200)
         assert (found.given_splits or found.forward) == KernelConfig(*tile)
-    speculative = decoding(8, 32, 8, 8192, 128, seqlen_q=5)
-    assert support.num_splits(speculative, H200) == 4
-    assert support.num_splits(replace(speculative, batch=1), H200) == 16
+    wide = replace(problem(head_dim=256, head_dim_v=256), seqlen_q=32, num_heads_kv=8, batch=6)
+    assert support.num_splits(wide, H200) == 4  # two programs of a core, of tiles that are not counted
 
 
 def test_wide_heads_of_float32_are_left_to_matrix_products() -> None:

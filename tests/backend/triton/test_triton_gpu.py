@@ -256,7 +256,9 @@ DECODED = {  # batch, query and key heads, queries, keys, width: those that have
     "two chunks": (8, 10, 10, 1, 333, 80),
     "larger blocks": (2, 32, 8, 1, 1500, 128),
     "two tiles of a group": (3, 71, 1, 1, 700, 64),
+    "wide": (2, 8, 4, 1, 900, 256),
     "speculative": (8, 32, 8, 5, 900, 128),
+    "speculative, alone": (1, 32, 8, 8, 3000, 128),
 }
 
 

@@ -8,12 +8,12 @@ import math
 from ...call.device import Device
 from ...call.problem import Problem, power_of_two
 from ..gpu.decoding import MAX_ROWS, group_of, is_decoding, packed_rows
+from . import decode_times
 from .families import MIN_COPY_BYTES, has_most, has_pairs, misaligned, needs_room
 from .tile_config import KernelConfig, TileConfig, WidthConfigs
 
 KEYS_TIMES_WIDTH, FEW = 8192, 16  # of a tile that decodes; rows above which products take time too
-FEW_SPLITS = 4  # up to which several programs of a core share a row; merging more takes longer than it gains
-TWO_CHUNKS = range(65, 97)  # widths that are held as 64 and 16 or 32 features: more warps have no more to do
+FEW_SPLITS = 4  # up to which two programs of a core share a row
 MIN_SPLIT_KEYS = 64  # of one split of a row
 SHORT = 64  # rows and keys of a sequence that is one small tile
 
@@ -25,9 +25,10 @@ def tiles(row: WidthConfigs, problem: Problem, device: Device) -> TileConfig:
         warps = 4 if row.width <= 64 else 8
         short = KernelConfig(SHORT, SHORT, warps, 1)
         return TileConfig(forward._replace(block_n=SHORT, num_stages=1), short, short, pack_gqa=group)
-    chosen = for_programs(forward, problem, device)
-    given_splits = None if chosen == forward else forward
-    return TileConfig(chosen, row.dkdv, row.dq, pack_gqa=group, given_splits=given_splits)
+    found = decode_times.fastest(problem, device, forward.block_m) if is_timed(problem, device) else None
+    if found is None or found.config == forward:
+        return TileConfig(forward, row.dkdv, row.dq, pack_gqa=group)
+    return TileConfig(found.config, row.dkdv, row.dq, pack_gqa=group, given_splits=forward)
 
 
 def is_short(problem: Problem) -> bool:
@@ -60,23 +61,9 @@ def forward_tile(row: WidthConfigs, problem: Problem, device: Device) -> KernelC
     return KernelConfig(block_m, block_n, 4 if block_m <= MAX_ROWS else 8, 4)
 
 
-def for_programs(chosen: KernelConfig, problem: Problem, device: Device) -> KernelConfig:
-    """A better configuration for up to 16 rows where their number of tiles decides it: with more than half a tile for
-    each core, smaller ones, of which several run on a core; with fewer, larger blocks of keys, unless pages are smaller
-    (H200: docs/journal/2026-11-25-decoding.md).
-    """
-    p = problem
-    if chosen.block_m > FEW or not loads_ahead(p, device):
-        return chosen
-    narrowest, width = min(p.head_dim, p.head_dim_v), max(p.head_dim, p.head_dim_v)
-    programs = num_programs(chosen, group_of(p), p)
-    if 2 * programs <= device.cores:
-        larger = width <= 128 and narrowest > TWO_CHUNKS[-1] and (p.pages is None or p.pages.size >= 128)
-        return KernelConfig(FEW, 128, 4, 3) if larger else chosen
-    if width in TWO_CHUNKS:
-        return KernelConfig(FEW, 32, 1, 4)
-    stages = 4 if programs < device.cores else 3  # H100: 2% each way
-    return KernelConfig(FEW, 64, 2, stages) if width <= 64 and programs <= 2 * device.cores else chosen
+def is_timed(problem: Problem, device: Device) -> bool:
+    """Whether `decode_times` counts the time of a call of few rows."""
+    return is_decoding(problem) and loads_ahead(problem, device)
 
 
 def loads_ahead(problem: Problem, device: Device) -> bool:
@@ -96,18 +83,12 @@ def num_programs(config: KernelConfig, pack_gqa: int, problem: Problem) -> int:
 
 def num_splits(chosen: TileConfig, problem: Problem, device: Device) -> int:
     """The number of programs that share the keys of a row, so that few rows still fill the chip."""
+    if is_timed(problem, device):
+        found = decode_times.fastest(problem, device, chosen.forward.block_m)
+        if found is not None and found.config == chosen.forward:
+            return found.splits
     programs = num_programs(chosen.forward, chosen.pack_gqa, problem)
-    together = programs_of_core(chosen.forward, problem, device)
-    several = together * device.cores / programs
-    # Programs are counted for a batch that is rounded up: Whisper's 100 are 160. Small ones fit four on a core.
-    several = round(several) if together > 1 and chosen.forward.num_warps == 2 else int(several)
-    wanted = max(device.cores // programs, min(several, FEW_SPLITS))
+    two_of_core = is_timed(problem, device) and FEW < chosen.forward.block_m <= MAX_ROWS
+    several = min(2 * device.cores // programs, FEW_SPLITS) if two_of_core else 0
     most = math.isqrt(problem.seqlen_k) // 4  # merging takes time for each split: 16 are best for 4096 keys of one row
-    return max(1, min(wanted, problem.seqlen_k // MIN_SPLIT_KEYS, most))
-
-
-def programs_of_core(config: KernelConfig, problem: Problem, device: Device) -> int:
-    """The programs of few rows that a core should run at once."""
-    if not is_decoding(problem) or not loads_ahead(problem, device):
-        return 1
-    return 2 if FEW < config.block_m <= MAX_ROWS or config.num_warps == 2 else 1
+    return max(1, min(max(device.cores // programs, several), problem.seqlen_k // MIN_SPLIT_KEYS, most))

@@ -1,0 +1,162 @@
+"""Time of a decoding call by its tile and splits, counted for an H100 (docs/journal/2026-11-26-decode-plans.md).
+
+Programs run in waves of as many as the cores hold. A wave takes as long as its programs wait for their blocks of keys
+one after another, or as memory takes to deliver all of them. Then the splits of a row are merged.
+"""
+
+from math import ceil
+from typing import NamedTuple
+
+from ...call.device import Device
+from ...call.problem import Problem, power_of_two
+from ..gpu.decoding import packed_rows
+from .tile_config import KernelConfig
+
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+SHARED_BYTES = 180 * 1024  # of a core, for its programs: two of 102 KiB each were as slow as one after the other
+WARPS = 16  # of a core
+# Bytes in a microsecond:
+BANDWIDTH = {"H200": 4.8e6, "B200": 8e6, "B300": 8e6}  # of memory, as published, by a part of the device's name
+OTHER_BANDWIDTH, ACHIEVED = 3.35e6, 0.89  # of an H100, and the part of it that calls get
+CORE_BYTES = 5.1e4  # that a core takes, at most
+# Microseconds:
+START = 1.1  # from the start of a wave to its first keys
+FILL = 0.6  # of the time of a block, for each stage that is loaded ahead
+MERGE, ROUND, CHUNK = 1.2, 0.7, 2.5  # of partial results: once, for each round of rows, and in several chunks of splits
+MAX_UNROLL, REGISTERS, MIN_REGISTERS = 16, 64, 4  # of `kernels.combine`: splits at once, and their numbers in a thread
+SLACK = 1.02  # of the least time, within which plans count as equal
+OVERLAP = 8  # exponent of a sum that is little more than its largest part
+UNEVEN = 0.5  # of a program whose sequence is longer than others, where programs alone leave memory idle
+
+
+class TimedTile(NamedTuple):
+    """A tile of keys, and the time in which a program that has a core alone takes one block: with masks, and without
+    them, as in whole rows of one query head.
+    """
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    masked: float
+    unmasked: float
+
+
+FEW, SEVERAL = 16, 64  # rows of a tile
+NARROW = TimedTile(32, 1, 4, 0.50, 0.39), TimedTile(64, 2, 3, 0.80, 0.80)
+TILES = {  # by rows and width; heads in two chunks, as 40 = 32 + 16 and 80 = 64 + 16, have no more work for more warps
+    (FEW, 48): NARROW,
+    (FEW, 64): (*NARROW, TimedTile(128, 4, 3, 0.95, 0.95)),
+    (FEW, 96): (TimedTile(32, 1, 4, 0.65, 0.50), TimedTile(64, 2, 3, 0.90, 0.90)),
+    (FEW, 128): (TimedTile(64, 4, 3, 0.88, 0.88), TimedTile(128, 4, 3, 1.2, 1.2)),
+    (FEW, 256): (TimedTile(64, 4, 3, 1.1, 1.1),),
+    (SEVERAL, 64): (TimedTile(64, 4, 3, 0.70, 0.70),),
+    (SEVERAL, 128): (TimedTile(64, 4, 3, 1.07, 1.07), TimedTile(128, 8, 3, 1.91, 1.91)),
+}
+LONG_BLOCK = 64  # keys of a block that is taken over shorter pages too
+
+
+class Choice(NamedTuple):
+    config: KernelConfig
+    splits: int
+
+
+def fastest(problem: Problem, device: Device, block_m: int) -> Choice | None:
+    """The fewest splits that take at most SLACK times the least time; `None` for tiles that were not measured. Of their
+    tiles the smallest where cores have several programs, else the largest.
+    """
+    times = {
+        Choice(KernelConfig(block_m, *tile[:3]), splits): time(problem, device, block_m, tile, splits)
+        for tile in tiles(problem, block_m)
+        for splits in SPLITS
+    }
+    limit = min(times.values(), default=0.0) * (1 if is_uneven(problem) else SLACK)
+    best = [choice for choice in times if times[choice] <= limit]
+    splits = min((choice.splits for choice in best), default=1)
+    several = num_tiles(problem, block_m) * splits > device.cores
+    choose = min if several else max
+    return choose((x for x in best if x.splits == splits), key=lambda choice: choice.config.block_n, default=None)
+
+
+def tiles(problem: Problem, block_m: int) -> tuple[TimedTile, ...]:
+    """The tiles that were measured for a problem's width, whose blocks are not longer than its pages. One warp lacks
+    registers for the addresses of pages over 64 features (Triton 3.6: 72 bytes of spills a thread).
+    """
+    width = max(problem.head_dim, problem.head_dim_v)
+    found = next((found for most, found in TILES.items() if block_m <= most[0] and width <= most[1]), ())
+    pages = problem.pages
+    longest = pages.size if pages is not None and pages.several else problem.seqlen_k
+    least_warps = 2 if is_uneven(problem) and width > 64 else 1
+    return tuple(tile for tile in found if tile.block_n <= max(longest, LONG_BLOCK) and tile.num_warps >= least_warps)
+
+
+def is_uneven(problem: Problem) -> bool:
+    """Whether sequences have several pages, which they have because their lengths differ."""
+    return problem.pages is not None and problem.pages.several
+
+
+def num_tiles(problem: Problem, block_m: int) -> int:
+    """Tiles of rows, each of one program or of several that share its keys."""
+    return max(1, row_blocks(problem, block_m) * problem.num_heads_kv * problem.batch)
+
+
+def row_blocks(problem: Problem, block_m: int) -> int:
+    """Tiles of rows that read the same keys."""
+    return ceil(packed_rows(problem) / block_m)
+
+
+def visible_keys(problem: Problem) -> int:
+    """Keys that the rows of a sequence see, at most."""
+    window, keys = problem.window, problem.seqlen_k
+    if window.left is not None:
+        keys = min(keys, max(window.left, 0) + problem.seqlen_q)
+    return keys if window.chunk is None else min(keys, window.chunk + problem.seqlen_q)
+
+
+def time(problem: Problem, device: Device, block_m: int, tile: TimedTile, splits: int) -> float:
+    """Microseconds of a call, without its launch."""
+    p, keys = problem, visible_keys(problem)
+    bandwidth = ACHIEVED * next((x for name, x in BANDWIDTH.items() if name in device.name), OTHER_BANDWIDTH)
+    programs, sharing = num_tiles(p, block_m) * splits, row_blocks(p, block_m)
+    whole_rows = splits == 1 and packed_rows(p) == p.seqlen_q
+    block = tile.unmasked if whole_rows else tile.masked
+    edge = keys < p.seqlen_k  # windows begin within a block
+    blocks = ceil((ceil((keys - edge) / tile.block_n) + edge) / splits)
+    row_bytes = (p.head_dim + p.head_dim_v) * p.dtype.itemsize
+    own_bytes = min(blocks * tile.block_n, keys) * row_bytes
+    own_time = (blocks + FILL * (tile.num_stages - 1)) * block
+
+    def memory_time(programs: int) -> float:
+        busiest = ceil(programs / device.cores) * own_bytes / CORE_BYTES
+        return START + max(programs / sharing * own_bytes / bandwidth, busiest)
+
+    def wave_time(programs: int) -> float:
+        return (own_time**OVERLAP + memory_time(programs) ** OVERLAP) ** (1 / OVERLAP)
+
+    at_once = device.cores * programs_of_core(p, block_m, tile)
+    waves, rest = divmod(programs, at_once)
+    total = waves * wave_time(at_once)
+    if rest:  # later waves begin while the last programs of those before them are running
+        total += memory_time(rest) if waves > 1 else wave_time(rest)
+    if is_uneven(p):
+        filling = bandwidth * block / (tile.block_n * row_bytes)  # programs that keep memory busy
+        total += UNEVEN * min(1, filling / programs) * blocks * block
+    return total + merge_time(p, block_m, tile, splits)
+
+
+def programs_of_core(problem: Problem, block_m: int, tile: TimedTile) -> int:
+    """The programs that a core runs at once."""
+    width = problem.head_dim + problem.head_dim_v
+    keys = (tile.num_stages - 1) * tile.block_n * width
+    shared = (keys + block_m * (problem.head_dim + tile.block_n)) * problem.dtype.itemsize
+    return max(1, min(SHARED_BYTES // shared, WARPS // tile.num_warps))
+
+
+def merge_time(problem: Problem, block_m: int, tile: TimedTile, splits: int) -> float:
+    """Microseconds of the last program of a tile, which merges all splits (`kernels.combine`)."""
+    if splits == 1:
+        return 0.0
+    chunks = ceil(splits / MAX_UNROLL)
+    numbers = 32 * tile.num_warps * max(MIN_REGISTERS, REGISTERS // power_of_two(min(splits, MAX_UNROLL)))
+    rows = max(1, numbers // power_of_two(problem.head_dim_v))
+    rounds = ceil(min(packed_rows(problem), block_m) / rows)
+    return MERGE + rounds * (ROUND if chunks == 1 else CHUNK * chunks)
