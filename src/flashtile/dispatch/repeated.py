@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import private_torch
-from ..backend.gpu.replay import BackwardReplay, ForwardReplay
+from ..backend.replays import BackwardReplay, ForwardReplay
 from ..call import sharding
 from ..call.cache import CacheCall
 from ..call.cache_tensors import CacheTensors

@@ -9,6 +9,7 @@ from torch import Tensor
 from ...call.call import Call, lse_shape, new_rows
 from ...call.plan import Plan
 from ...call.problem import accumulation_dtype
+from ..replays import ForwardReplay
 from ..scalars import rows_last
 from . import arguments as args
 from . import targets, threads, workspace
@@ -17,6 +18,7 @@ from .distance_table import with_distance_table
 from .jit import function_address
 from .launch import KernelLaunch, TensorSpec, run
 from .lengths import chunk, lengths, max_threads
+from .recording import recorded
 from .targets import Target
 from .variant import FORWARD, Variant
 
@@ -49,9 +51,12 @@ def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
     out = new_rows(call.tensors.q, q.shape[1], v.shape[-1], q.dtype) if out is None else out
     lse = q.new_empty(lse_shape(q), dtype=accumulation_dtype(q.dtype))
     launch = forward_launch(plan, call, (q, k, v), out, lse)
-    results = run_forward(launch, call, (q, k, v), out, lse)
+    tensors = run_forward(launch, call, (q, k, v), out, lse)
+    recording = recorded(call, launch, tensors, (out, lse))
+    if recording is not None:
+        return ForwardReplay(recording), (out, lse)
     repeats = call.layout == "dense" or call.settings.mask_mod is None
-    return functools.partial(replay_forward, launch) if repeats else None, results
+    return functools.partial(replay_forward, launch) if repeats else None, (out, lse)
 
 
 def replay_forward(launch: KernelLaunch, call: Call) -> tuple[Tensor, Tensor]:
@@ -61,12 +66,14 @@ def replay_forward(launch: KernelLaunch, call: Call) -> tuple[Tensor, Tensor]:
     out = of_out.new() if call.tensors.out is None else call.tensors.out
     lse = of_lse.new()
     launch = launch if call.layout == "dense" else with_lengths(launch, call)
-    return run_forward(launch, call, (q, k, v), out, lse)
+    run_forward(launch, call, (q, k, v), out, lse)
+    return out, lse
 
 
 def run_forward(
     launch: KernelLaunch, call: Call, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> dict[str, Tensor]:
+    """Compute `out` and `lse`; return the tensors of the launch."""
     q, k, v = inputs
     captured = args.captured_tensors(call)
     tensors = args.input_tensors(call, q, k, v)
@@ -84,7 +91,7 @@ def run_forward(
     for tokens in launch.lengths.unused:
         out[tokens] = 0
         lse[:, tokens] = -torch.inf
-    return out, lse
+    return tensors
 
 
 def forward_launch(
@@ -92,13 +99,12 @@ def forward_launch(
 ) -> KernelLaunch:
     """Choose the variant and compute all arguments of the kernel but the addresses."""
     q, k, v = inputs
-    target = targets.host()
+    for_decode = args.decode_target(call, plan.tile.rows)
+    target = targets.host() if for_decode is None else for_decode
     variant = args.variant_of(call, target, plan.tile.rows)
-    variant = variant._replace(
-        row_values=args.whole_vectors(call, v), decode=args.fits_decode(call, variant, target, plan.tile.rows)
-    )
+    variant = variant._replace(row_values=args.whole_vectors(call, v), decode=for_decode is not None)
     values = args.call_scalars(call, variant, q, k, v)
-    rows = variant.vectors * args.vector_lanes(call)
+    rows = variant.vectors * (target.vector_bytes // lse.element_size())
     panels = -(-plan.tile.rows // rows)
     task_rows = panels * rows, min(plan.tile.rows, panels * rows)
     of_call = lengths(call, values["num_heads_kv"], values["groups"], task_rows[0])

@@ -83,7 +83,8 @@ class DecodeKernel(RowValuesKernel):
 
     def load_queries(self, p: Value) -> None:
         code, a, w, depth, rows = self.code, self.a, self.w, self.a.integer("head_dim"), self.panel.rows
-        copy_rows(code, self.panel, a.pointer("q"), w.q_offsets, depth, self.variant.dtype, w.q, depth)
+        dtype = self.variant.dtype
+        copy_rows(code, a.pointer("q"), w.q_offsets, code.index(rows), depth, dtype, w.q, depth)
         with code.loop(0, depth * rows, code.lanes) as n:
             w.q.store(w.q.vector(n) * a.real("factor"), n)
 

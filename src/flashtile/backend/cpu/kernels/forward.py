@@ -21,7 +21,7 @@ from .rng import apply_dropout
 from .scores import final_score
 from .softmax import finalize, initialize, normalize, rescale, update
 from .sums import carry, carry_due, needs_totals
-from .tiles import fill_row_tables, find_task, load_transposed, num_valid_rows, store_transposed
+from .tiles import fill_row_tables, find_task, load_transposed, num_valid_rows, rows_in_use, store_transposed
 
 
 class BlockKind(NamedTuple):
@@ -70,19 +70,19 @@ class ForwardKernel(Kernel):
         fill_row_tables(code, a, self.variant, panel, self.task, w, p)
         narrow_bounds(self, p)
         initialize(code, a, self.variant, panel, self.task, w, p)
-        width = a.integer("head_dim_v")
-        out = w.out + p * width * panel.rows
-        with code.loop(0, width * panel.rows, code.lanes) as n:
-            out.store(code.full(), n)
+        start, size = self.output_place(p)
+        with code.loop(0, size, code.lanes) as n:
+            (w.out + start).store(code.full(), n)
         self.load_queries(p)
 
     def clear_totals(self, p: Value) -> None:
         code, w, panel = self.code, self.w, self.panel
-        rows, width = p * panel.rows, self.a.integer("head_dim_v")
+        rows = p * panel.rows
         panel.store(panel.load(w.m + rows), w.total_m + rows)
         panel.store([code.full()] * panel.vectors, w.total_l + rows)
-        with code.loop(0, width * panel.rows, code.lanes) as n:
-            (w.total_out + width * rows).store(code.full(), n)
+        start, size = self.output_place(p)
+        with code.loop(0, size, code.lanes) as n:
+            (w.total_out + start).store(code.full(), n)
 
     def carry(self, p: Value, last: bool) -> None:
         """Carry recent sums to totals, rescaled to the current maximum; at the end, add totals to the recent sums."""
@@ -97,12 +97,17 @@ class ForwardKernel(Kernel):
 
     # Overridden by other accumulators and by decoding -----------------------------------------------------------------
 
+    def output_place(self, p: Value) -> tuple[Value, Value]:
+        """The place of a panel's accumulators, and the number of those in use."""
+        size = self.a.integer("head_dim_v") * self.panel.rows
+        return p * size, size
+
     def load_queries(self, p: Value) -> None:
         a, w, depth, rows = self.a, self.w, self.a.integer("head_dim"), p * self.panel.rows
         q, one = w.q + rows * depth, self.code.index(1)
-        dtype = self.variant.dtype
+        dtype, in_use = self.variant.dtype, rows_in_use(self.code, self.panel, self.task, p)
         load_transposed(
-            self.code, self.panel, a.pointer("q"), w.q_offsets + rows, depth, one, dtype, q, a.real("factor")
+            self.code, self.panel, a.pointer("q"), w.q_offsets + rows, in_use, depth, one, dtype, q, a.real("factor")
         )
 
     def load_keys(self, side: str, first: Value, last: Value) -> KeyBlock:
