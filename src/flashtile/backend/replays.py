@@ -1,16 +1,17 @@
 """Recorded passes of a call, for calls of the same layout. The dispatcher may call a `recording` directly: with tensors
-in the order of the call's inputs, and behind them, in backward, out, lse, dout, dlse and what forward has kept.
+in the order of the call's inputs, and behind them, in backward, out, lse, dout, dlse and what forward has kept. If the
+values of an index need more than it does, a `checked_recording` returns `None`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ..call.call import Call
 
 Results = Sequence[Tensor | None]
-Recording = Callable[[Results], Results]
+Recording = Callable[[Results], Any]
 
 
 class ForwardReplay(NamedTuple):

@@ -122,10 +122,10 @@ def record_backward(
     step = BackwardStep(launch, needs, tasks.captured, specs)
     grads, tensors = run_backward(step, call, (q, k, v), rows, buffers)
     grads = without_table(of_call, needs, grads)
+    if call.layout != "dense":
+        return None, grads
     recording = recorded(call, launch, tensors, grads.flat(), (out, lse, dout, dlse))
-    if recording is not None:
-        return BackwardReplay(recording), grads
-    return functools.partial(replay_backward, step) if call.layout == "dense" else None, grads
+    return functools.partial(replay_backward, step) if recording is None else BackwardReplay(recording), grads
 
 
 def replay_backward(

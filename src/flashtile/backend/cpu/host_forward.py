@@ -45,18 +45,22 @@ def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
     """As `forward`, with the function that repeats it for calls of the same layout: `None` for packed calls with a
     mask function, whose blocks depend on the values of their lengths.
     """
+    launch, tensors, results = launched_forward(plan, call)
+    if call.layout == "dense":
+        recording = recorded(call, launch, tensors, results)
+        return functools.partial(replay_forward, launch) if recording is None else ForwardReplay(recording), results
+    return functools.partial(replay_forward, launch) if call.settings.mask_mod is None else None, results
+
+
+def launched_forward(plan: Plan, call: Call) -> tuple[KernelLaunch, dict[str, Tensor], tuple[Tensor, Tensor]]:
+    """Run a forward pass; its launch, the tensors of it, and `out` and `lse`."""
     call = with_distance_table(call)
     q, k, v = (rows_last(x) for x in call.tensors[:3])
     out = call.tensors.out
     out = new_rows(call.tensors.q, q.shape[1], v.shape[-1], q.dtype) if out is None else out
     lse = q.new_empty(lse_shape(q), dtype=accumulation_dtype(q.dtype))
     launch = forward_launch(plan, call, (q, k, v), out, lse)
-    tensors = run_forward(launch, call, (q, k, v), out, lse)
-    recording = recorded(call, launch, tensors, (out, lse))
-    if recording is not None:
-        return ForwardReplay(recording), (out, lse)
-    repeats = call.layout == "dense" or call.settings.mask_mod is None
-    return functools.partial(replay_forward, launch) if repeats else None, (out, lse)
+    return launch, run_forward(launch, call, (q, k, v), out, lse), (out, lse)
 
 
 def replay_forward(launch: KernelLaunch, call: Call) -> tuple[Tensor, Tensor]:

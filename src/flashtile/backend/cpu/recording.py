@@ -33,11 +33,14 @@ class Recording:
         self.launch, self.slots, self.specs, self.results = launch, slots, specs, results
 
     def __call__(self, inputs: Results) -> Results:
+        return self.run(inputs, self.launch)
+
+    def run(self, inputs: Results, launch: KernelLaunch) -> Results:
         known = [*inputs, *[allocate(*spec) for spec in self.specs]]  # alive until the kernel returns
-        block = args.copied(self.launch.block)
+        block = args.copied(launch.block)
         for field, n in self.slots:
             block[field] = known[n].data_ptr()  # type: ignore[union-attr]
-        start(self.launch, block)
+        start(launch, block)
         return [None if n is None else known[n] for n in self.results]
 
 
@@ -47,8 +50,6 @@ def recorded(
     """The recording of a launch with `tensors`, by the names of its fields; `None` if a replay has more to do. `rows`
     are out, lse, dout and dlse of a backward pass.
     """
-    if call.layout != "dense" or launch.splits > 1:
-        return None
     inputs, places = (*call.inputs, *rows), dict(PLACES)
     places |= {name: len(call.inputs) + n for n, name in enumerate(ROWS[: len(rows)])}
     num_inputs = len(inputs) + (1 if rows else 0)  # with what forward has kept
@@ -63,6 +64,6 @@ def recorded(
             specs.append(TensorSpec.of(x))
         else:
             return None
-    if any(x is not None and id(x) not in new for x in results):
+    if launch.splits > 1 or any(x is not None and id(x) not in new for x in results):
         return None
     return Recording(launch, slots, specs, [None if x is None else new[id(x)] for x in results])
