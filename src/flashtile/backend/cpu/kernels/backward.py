@@ -172,7 +172,7 @@ class BackwardKernel(Kernel):
         """Fill `to` with the offsets of the panel's rows in the tensor `name`."""
         code, a, task = self.code, self.a, self.task
         split = task.split * a.integer("dq_split") if name == "dq" else code.index(0)
-        with panel_rows(code, a, self.panel, task, code.index(0)) as (r, i, h):
+        with panel_rows(code, a, self.panel, task, code.index(0), self.in_use) as (r, i, h):
             within = h * a.integer(f"{name}_h") + (task.q_first + i) * a.integer(f"{name}_s")
             to[r] = split + task.b * a.integer(f"{name}_b") + within
 

@@ -88,7 +88,9 @@ def fill_row_tables(
     """
     lo, full_lo = code.variable(code.index(UNLIMITED)), code.variable(code.index(0))
     full_hi, hi = code.variable(code.index(UNLIMITED)), code.variable(code.index(0))
-    with panel_rows(code, a, panel, task, p) as (r, i, h):
+    reads_lanes = variant.bias is not None or variant.mask or variant.functions is not None
+    count = rows_in_use if reads_lanes or not variant.decode else num_valid_rows
+    with panel_rows(code, a, panel, task, p, count(code, panel, task, p)) as (r, i, h):
         at = p * panel.rows + r
         token = task.q_first + i
         lse_offset = task.b * a.integer("lse_b") + h * a.integer("lse_h") + token * a.integer("lse_s")
@@ -166,15 +168,17 @@ def position_and_head(a: Arguments, task: Task, row: Value) -> tuple[Value, Valu
 
 
 @contextmanager
-def panel_rows(code: Code, a: Arguments, panel: Panel, task: Task, p: Value) -> Iterator[tuple[Value, Value, Value]]:
-    """Loop over the rows in use of panel `p`: the row's number in the panel, its position and its head. Only the first
-    one is found by a division, which would take longer than all else of a row.
+def panel_rows(
+    code: Code, a: Arguments, panel: Panel, task: Task, p: Value, count: Value
+) -> Iterator[tuple[Value, Value, Value]]:
+    """Loop over the first `count` rows of panel `p`: the row's number in the panel, its position and its head. Only the
+    first one is found by a division, which would take longer than all else of a row.
     """
     first, groups = task.first_row + p * panel.rows, a.integer("groups")
     start, first_head = position_and_head(a, task, first)
     i, h = code.variable(start), code.variable(first_head)
     last_head = task.kv_head * groups + (groups - 1)
-    with code.loop(0, rows_in_use(code, panel, task, p)) as r:
+    with code.loop(0, count) as r:
         yield r, i.get(), h.get()
         with code.if_then(first + r + 1 < task.num_rows):  # else padding
             is_last = h.get().equals(last_head)
