@@ -14,7 +14,7 @@ from . import arguments as args
 from .host_forward import launched_forward, replay_forward
 from .kernels.tiles import SEQUENCE_FIELDS
 from .launch import KernelLaunch
-from .lengths import WORK_PER_THREAD
+from .lengths import ROWS_OF_A_READ, threads_for
 from .recording import Recording, recorded
 
 SEQLEN_K = SEQUENCE_FIELDS.index("seqlen_k")
@@ -41,7 +41,7 @@ class CacheRecording:
         self.capacity, self.appended = cache.k_cache.shape[2], 0 if cache.k is None else cache.k.shape[2]
         width = cache.k_cache.shape[3] + cache.v_cache.shape[3]
         self.tasks = launch.lengths.tasks * launch.splits
-        self.work_per_key = launch.lengths.tasks * launch.task_rows[1] * width
+        self.work_per_key = launch.lengths.tasks * max(launch.task_rows[1], ROWS_OF_A_READ) * width
         self.launch = launch._replace(block=args.with_fields(launch.block, {"page_table": table.data_ptr()}))
 
     def __call__(self, inputs: Results) -> Results | None:
@@ -59,7 +59,7 @@ class CacheRecording:
         sequences[:-1, SEQLEN_K] = [n + self.appended for n in held]
         launch = self.launch._replace(
             block=args.with_fields(self.launch.block, {"sequences": sequences.ctypes.data}),
-            max_threads=min(self.tasks, max(1, self.work_per_key * longest // WORK_PER_THREAD)),
+            max_threads=min(self.tasks, threads_for(self.work_per_key, longest)),
         )
         results = self.recording.run(inputs, launch)
         del sequences  # alive until the kernel returns

@@ -11,6 +11,7 @@ from .kernels.tiles import SEQUENCE_FIELDS, UNLIMITED
 from .workspace import BLOCK_N
 
 WORK_PER_THREAD = 2**18  # multiply-adds; 5 to 20 microseconds, several times the cost of waking a thread
+ROWS_OF_A_READ = 8  # rows whose products take as long as reading a key and its value
 
 
 class Lengths(NamedTuple):
@@ -103,4 +104,9 @@ def chunk(max_seqlen_k: int, splits: int) -> int:
 def max_threads(call: Call, lengths: Lengths, rows: int) -> int:
     """The largest number of threads that each have enough work to be worth waking."""
     width = call.tensors.q.shape[-1] + call.tensors.v.shape[-1]
-    return max(1, lengths.tasks * rows * lengths.max_seqlen_k * width // WORK_PER_THREAD)
+    return threads_for(lengths.tasks * max(rows, ROWS_OF_A_READ) * width, lengths.max_seqlen_k)
+
+
+def threads_for(work_per_key: int, seqlen_k: int) -> int:
+    """As `max_threads`, of so many multiply-adds for each key."""
+    return max(1, work_per_key * seqlen_k // WORK_PER_THREAD)
