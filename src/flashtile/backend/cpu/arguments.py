@@ -24,6 +24,7 @@ from .variant import FIELDS, REALS, Variant
 from .workspace import CACHE_LINE
 
 # Behind the fields: counters of tasks and of threads, each on a cache line of its own, since every thread adds to them.
+# Behind those, where keys are split: the number of finished splits of each tile.
 COUNTERS_INDEX = len(FIELDS) + CACHE_LINE // 8
 ArgumentBlock = ctypes.c_int64 * (COUNTERS_INDEX + 2 * CACHE_LINE // 8)
 LARGEST_OFFSET = 2**31 - 1
@@ -234,4 +235,11 @@ def with_fields(block: Any, values: dict[str, int]) -> Any:
 
 
 def copied(block: Any) -> Any:
-    return ArgumentBlock.from_buffer_copy(block)
+    return type(block).from_buffer_copy(block)
+
+
+def with_counters(block: Any, count: int) -> Any:
+    """A copy of the block with counters of the finished splits of `count` tiles."""
+    copy = (ctypes.c_int64 * (len(ArgumentBlock()) + count))()
+    ctypes.memmove(copy, block, ctypes.sizeof(ArgumentBlock))
+    return copy

@@ -14,7 +14,7 @@ from . import arguments as args
 from .host_forward import launched_forward, replay_forward
 from .kernels.tiles import SEQUENCE_FIELDS
 from .launch import KernelLaunch
-from .lengths import ROWS_OF_A_READ, threads_for
+from .lengths import ROWS_OF_A_READ, chunk, threads_for
 from .recording import Recording, recorded
 
 SEQLEN_K = SEQUENCE_FIELDS.index("seqlen_k")
@@ -57,8 +57,9 @@ class CacheRecording:
                 append(inputs[PLACES[cache]], inputs[PLACES[new]], held)  # type: ignore[arg-type]
         sequences = self.launch.lengths.table.copy()
         sequences[:-1, SEQLEN_K] = [n + self.appended for n in held]
+        fields = {"sequences": sequences.ctypes.data, "chunk": chunk(longest, self.launch.splits)}
         launch = self.launch._replace(
-            block=args.with_fields(self.launch.block, {"sequences": sequences.ctypes.data}),
+            block=args.with_fields(self.launch.block, fields),
             max_threads=min(self.tasks, threads_for(self.work_per_key, longest)),
         )
         results = self.recording.run(inputs, launch)

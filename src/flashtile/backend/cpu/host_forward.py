@@ -1,4 +1,4 @@
-"""Host code of the forward pass: allocate results, launch the kernel, combine splits."""
+"""Host code of the forward pass: allocate results, launch the kernel."""
 
 import functools
 from typing import Any
@@ -86,11 +86,8 @@ def run_forward(
     tensors.update(table_tensors(launch.blocks, call))
     if launch.splits > 1:
         shape = (launch.splits, *lse.shape)
-        partial_out, partial_lse = lse.new_empty((*shape, v.shape[-1])), lse.new_empty(shape)
-        run(launch, tensors | {"partial_out": partial_out, "partial_lse": partial_lse})
-        combine(partial_out, partial_lse, out if out.dim() == 4 else out.transpose(0, 1), lse)
-    else:
-        run(launch, tensors)
+        tensors["partial_out"], tensors["partial_lse"] = lse.new_empty((*shape, v.shape[-1])), lse.new_empty(shape)
+    run(launch, tensors)
     del captured
     for tokens in launch.lengths.unused:
         out[tokens] = 0
@@ -113,7 +110,7 @@ def forward_launch(
     task_rows = panels * rows, min(plan.tile.rows, panels * rows)
     of_call = lengths(call, values["num_heads_kv"], values["groups"], task_rows[0])
     splits = call.settings.num_splits or plan.num_splits
-    if out.dtype != q.dtype:  # which the kernel writes as partial results alone
+    if out.dtype != q.dtype:  # which the kernel writes as combined results alone
         splits = max(splits, 2)
     widths = q.shape[-1], v.shape[-1]
     table = BlockTable.of(call, of_call, rows)
@@ -123,6 +120,7 @@ def forward_launch(
         **args.lse_strides(lse),
         "panels": panels,
         "splits": splits,
+        "out_is_real": int(out.dtype == lse.dtype),
         "work_size": workspace.num_bytes(workspace.forward_layout, variant.real_type, rows, panels, *widths),
     }
     launch = KernelLaunch(
@@ -144,6 +142,7 @@ def with_lengths(launch: KernelLaunch, call: Call) -> KernelLaunch:
     (rows, rows_in_use), heads_kv = launch.task_rows, args.heads_kv(call)
     of_call = lengths(call, heads_kv, call.tensors.q.shape[1] // heads_kv, rows)
     tasks = of_call.tasks * launch.splits
+    block = args.with_counters(launch.block, of_call.tasks) if launch.splits > 1 else launch.block
     fields = {
         "sequences": of_call.table.ctypes.data,
         "tasks": tasks,
@@ -151,18 +150,7 @@ def with_lengths(launch: KernelLaunch, call: Call) -> KernelLaunch:
         "chunk": chunk(of_call.max_seqlen_k, launch.splits),
     }
     return launch._replace(
-        block=args.with_fields(launch.block, fields),
+        block=args.with_fields(block, fields),
         max_threads=min(tasks, max_threads(call, of_call, rows_in_use)),
         lengths=of_call,
     )
-
-
-def combine(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Combine splits `[splits, ..., Dv]` and `[splits, ...]`: the mean of their outputs, weighted by `exp(lse)`. The
-    split with the largest lse has weight 1 even if that is infinite, where `exp(inf - inf)` would be NaN.
-    """
-    m = partial_lse.amax(dim=0)
-    weights = torch.where(partial_lse == m, 1, torch.exp(partial_lse - m))
-    total = weights.sum(dim=0)
-    out.copy_((partial_out * weights[..., None]).sum(dim=0) / total[..., None])
-    lse.copy_(m + torch.log(total))

@@ -15,7 +15,7 @@ from .launch import KernelLaunch, TensorSpec, allocate, start
 PLACES = {"q": 0, "k": 1, "v": 2, **dict(args.PAIR_INPUTS), **dict(args.HEAD_INPUTS)}
 PLACES["seed"] = Tensors._fields.index("dropout_seed")
 ROWS = ("out", "lse", "dout", "dlse")
-NEW = ("out", "lse", "delta", "dq", "dk", "dv")  # tensors that a kernel writes as a whole
+NEW = ("out", "lse", "partial_out", "partial_lse", "delta", "dq", "dk", "dv")  # which a kernel writes as a whole
 
 
 class Recording:
@@ -64,6 +64,6 @@ def recorded(
             specs.append(TensorSpec.of(x))
         else:
             return None
-    if launch.splits > 1 or any(x is not None and id(x) not in new for x in results):
+    if any(x is not None and id(x) not in new for x in results):  # a sum of splits
         return None
     return Recording(launch, slots, specs, [None if x is None else new[id(x)] for x in results])

@@ -12,6 +12,7 @@ from ..variant import FORWARD, Arguments, Variant
 from ..workspace import BLOCK_N, Workspace, forward_layout
 from .blocks import narrow_bounds, panels_see, visible_keys
 from .codegen import Code
+from .combine import combine_splits
 from .kernel import Kernel, store_rows, task_loop, thread_workspace
 from .keys import KeyBlock, load_keys
 from .masking import in_mask, in_window, mask_fill
@@ -63,6 +64,8 @@ class ForwardKernel(Kernel):
             self.carry(p, last=True)
         with code.loop(0, panels) as p:
             self.epilogue(p)
+        with code.if_then(self.a.integer("splits") > 1):
+            combine_splits(self, panels)
 
     def prologue(self, p: Value) -> None:
         """Fill a panel's tables, load its queries, and initialize its softmax state."""
@@ -213,12 +216,12 @@ class ForwardKernel(Kernel):
         finalize(code, self.variant, panel, w.m + rows, l, w.alpha)
         with code.if_else(a.integer("splits") > 1) as (split, single):
             with split:
-                before = task.split * a.integer("seqlen_total")
+                before, partial_offsets = task.split * a.integer("seqlen_total"), w.q_offsets + rows  # free by now
                 with code.loop(0, num_valid) as r:
-                    lse_offsets[r] = before + lse_offsets[r]
-                    out_offsets[r] = lse_offsets[r] * a.integer("head_dim_v")
-                self.store_output(p, self.variant.real_dtype, a.pointer("partial_out"), out_offsets)
-                store_rows(code, l, a.pointer("partial_lse"), lse_offsets, num_valid)
+                    at = before + lse_offsets[r]
+                    a.pointer("partial_lse")[at] = l[r]
+                    partial_offsets[r] = at * a.integer("head_dim_v")
+                self.store_output(p, self.variant.real_dtype, a.pointer("partial_out"), partial_offsets)
             with single:
                 self.store_output(p, self.variant.dtype, a.pointer("out"), out_offsets)
                 store_rows(code, l, a.pointer("lse"), lse_offsets, num_valid)

@@ -20,6 +20,7 @@ from .stages import StagedCode, staged
 from .tiles import Task, load_transposed, num_valid_rows, rows_in_use
 
 COUNTER_STRIDE = 64  # bytes between the counters of tasks and of threads: a cache line each, since all threads add
+COUNTERS = 2 * COUNTER_STRIDE  # where those of the splits that each tile has finished begin
 
 
 def thread_workspace(code: Code, a: Arguments) -> Pointer:

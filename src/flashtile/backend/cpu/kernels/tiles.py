@@ -35,6 +35,7 @@ class Task(NamedTuple):
     diagonal: Value  # seqlen_k - seqlen_q, plus the call's shift
     first_key: Value  # of this split, inclusive
     last_key: Value  # inclusive
+    tile: Value | None = None  # in forward: the number of the task without its split
 
 
 def find_task(code: Code, a: Arguments, panel: Panel, task_index: Value) -> Task:
@@ -57,7 +58,7 @@ def find_task(code: Code, a: Arguments, panel: Panel, task_index: Value) -> Task
         sequences[b * len(SEQUENCE_FIELDS) + SEQUENCE_FIELDS.index("seqlen_q")] * a.integer("groups") + tile_rows - 1
     ) // tile_rows
     first_row = (tiles - 1 - within % tiles) * tile_rows  # last rows first: under a causal mask they take longest
-    return make_task(code, a, b, within // tiles, split, first_row)
+    return make_task(code, a, b, within // tiles, split, first_row)._replace(tile=task_index)
 
 
 def make_task(code: Code, a: Arguments, b: Value, kv_head: Value, split: Value, first_row: Value) -> Task:
