@@ -14,7 +14,7 @@ from . import arguments as args
 from .host_forward import launched_forward, replay_forward
 from .kernels.tiles import SEQUENCE_FIELDS
 from .launch import KernelLaunch
-from .lengths import ROWS_OF_A_READ, chunk, threads_for
+from .lengths import ROWS_OF_A_READ, chunk, threads_for, used_splits
 from .recording import Recording, recorded
 
 SEQLEN_K = SEQUENCE_FIELDS.index("seqlen_k")
@@ -40,8 +40,8 @@ class CacheRecording:
         self.recording, self.table = recording, table  # of pages, as the kernel reads it
         self.capacity, self.appended = cache.k_cache.shape[2], 0 if cache.k is None else cache.k.shape[2]
         width = cache.k_cache.shape[3] + cache.v_cache.shape[3]
-        self.tasks = launch.lengths.tasks * launch.splits
-        self.work_per_key = launch.lengths.tasks * max(launch.task_rows[1], ROWS_OF_A_READ) * width
+        self.tiles = launch.lengths.tasks
+        self.work_per_key = self.tiles * max(launch.task_rows[1], ROWS_OF_A_READ) * width
         self.launch = launch._replace(block=args.with_fields(launch.block, {"page_table": table.data_ptr()}))
 
     def __call__(self, inputs: Results) -> Results | None:
@@ -57,10 +57,12 @@ class CacheRecording:
                 append(inputs[PLACES[cache]], inputs[PLACES[new]], held)  # type: ignore[arg-type]
         sequences = self.launch.lengths.table.copy()
         sequences[:-1, SEQLEN_K] = [n + self.appended for n in held]
-        fields = {"sequences": sequences.ctypes.data, "chunk": chunk(longest, self.launch.splits)}
+        splits = used_splits(self.launch.splits, self.launch.least_splits, longest)
+        tasks = self.tiles * splits
+        fields = {"sequences": sequences.ctypes.data, "tasks": tasks, "splits": splits, "chunk": chunk(longest, splits)}
         launch = self.launch._replace(
             block=args.with_fields(self.launch.block, fields),
-            max_threads=min(self.tasks, threads_for(self.work_per_key, longest)),
+            max_threads=min(tasks, threads_for(self.work_per_key, longest)),
         )
         results = self.recording.run(inputs, launch)
         del sequences  # alive until the kernel returns

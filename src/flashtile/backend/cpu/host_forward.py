@@ -17,7 +17,7 @@ from .blocks import BlockTable, table_strides, table_tensors
 from .distance_table import with_distance_table
 from .jit import function_address
 from .launch import KernelLaunch, TensorSpec, run
-from .lengths import chunk, lengths, max_threads
+from .lengths import chunk, lengths, max_threads, used_splits
 from .recording import recorded
 from .targets import Target
 from .variant import FORWARD, Variant
@@ -109,9 +109,11 @@ def forward_launch(
     panels = -(-plan.tile.rows // rows)
     task_rows = panels * rows, min(plan.tile.rows, panels * rows)
     of_call = lengths(call, values["num_heads_kv"], values["groups"], task_rows[0])
-    splits = call.settings.num_splits or plan.num_splits
+    splits = least_splits = call.settings.num_splits or plan.num_splits
+    if call.settings.num_splits is None:
+        least_splits = 1
     if out.dtype != q.dtype:  # which the kernel writes as combined results alone
-        splits = max(splits, 2)
+        splits, least_splits = max(splits, 2), max(least_splits, 2)
     widths = q.shape[-1], v.shape[-1]
     table = BlockTable.of(call, of_call, rows)
     values |= {
@@ -119,7 +121,6 @@ def forward_launch(
         **args.strides("out", out),
         **args.lse_strides(lse),
         "panels": panels,
-        "splits": splits,
         "out_is_real": int(out.dtype == lse.dtype),
         "work_size": workspace.num_bytes(workspace.forward_layout, variant.real_type, rows, panels, *widths),
     }
@@ -130,6 +131,7 @@ def forward_launch(
         values["work_size"],
         of_call,
         splits,
+        least_splits,
         (TensorSpec.of(out), TensorSpec.of(lse)),
         table,
         task_rows,
@@ -141,13 +143,15 @@ def with_lengths(launch: KernelLaunch, call: Call) -> KernelLaunch:
     """The launch with the tasks of a call's lengths."""
     (rows, rows_in_use), heads_kv = launch.task_rows, args.heads_kv(call)
     of_call = lengths(call, heads_kv, call.tensors.q.shape[1] // heads_kv, rows)
-    tasks = of_call.tasks * launch.splits
+    splits = used_splits(launch.splits, launch.least_splits, of_call.max_seqlen_k)
+    tasks = of_call.tasks * splits
     block = args.with_counters(launch.block, of_call.tasks) if launch.splits > 1 else launch.block
     fields = {
         "sequences": of_call.table.ctypes.data,
         "tasks": tasks,
         "batch": of_call.batch,
-        "chunk": chunk(of_call.max_seqlen_k, launch.splits),
+        "splits": splits,
+        "chunk": chunk(of_call.max_seqlen_k, splits),
     }
     return launch._replace(
         block=args.with_fields(block, fields),

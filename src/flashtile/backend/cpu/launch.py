@@ -46,7 +46,8 @@ class KernelLaunch(NamedTuple):
     max_threads: int
     work_size: int
     lengths: Lengths
-    splits: int = 1
+    splits: int = 1  # the most; in backward those of the keys
+    least_splits: int = 1  # forward only
     results: tuple[TensorSpec, ...] = ()
     blocks: BlockTable | None = None
     task_rows: tuple[int, int] = (0, 0)  # query rows of a task in forward, and those of them that may be in use

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...call.call import Call
 from .kernels.tiles import SEQUENCE_FIELDS, UNLIMITED
+from .support import SPLIT_KEYS
 from .workspace import BLOCK_N
 
 WORK_PER_THREAD = 2**18  # multiply-adds; 5 to 20 microseconds, several times the cost of waking a thread
@@ -94,6 +95,11 @@ def packed_lengths(call: Call, heads_kv: int, groups: int, rows: int) -> Lengths
         table[:-1, SEQUENCE_FIELDS.index(name)] = column
     max_rows = int(seqlen_q.max(initial=0)) * groups
     return Lengths(table, batch, int(table[-1, 0]), int(seqlen_k.max(initial=0)), max_rows, unused)
+
+
+def used_splits(most: int, least: int, max_seqlen_k: int) -> int:
+    """Splits of the keys: a cache may have room for many, and hold few."""
+    return max(least, min(most, max_seqlen_k // SPLIT_KEYS))
 
 
 def chunk(max_seqlen_k: int, splits: int) -> int:
