@@ -187,9 +187,9 @@ CPU_BUGS = (
     CpuBug(
         Bug(
             "splits combined without weights",
-            "host_forward",
-            "torch.where(partial_lse == m, 1, torch.exp(partial_lse - m))",
-            "torch.ones_like(partial_lse)",
+            "kernels.combine",
+            "code.select(x.equals(m.get()), code.full(1.0), exp2(code, (x - m.get()) * LOG2E))",
+            "code.full(1.0)",
         ),
         DECODE,
     ),

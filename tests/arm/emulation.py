@@ -19,7 +19,7 @@ import torch
 from llvmlite import binding as llvm
 from torch import Tensor
 
-from flashtile.backend.cpu import arguments, distance_table, host_backward, host_forward, jit, targets
+from flashtile.backend.cpu import arguments, distance_table, host_backward, host_cache, host_forward, jit, targets
 from flashtile.backend.cpu.kernels.distance_table import TableVariant
 from flashtile.backend.cpu.kernels.operands import DOUBLE
 from flashtile.backend.cpu.launch import KernelLaunch
@@ -143,8 +143,9 @@ class Emulation:
         if min(launch.max_threads, 1) == 0:
             return
         tensors = tensors | {"workspace": torch.empty(launch.work_size, dtype=torch.uint8)}
-        block = arguments.bind(launch.block, tensors)
+        block = arguments.with_fields(launch.block, {name: x.data_ptr() for name, x in tensors.items()})
         memory, start = Memory(), ctypes.addressof(block)
+        block[arguments.FIELD_INDEX["counter"]] = start + arguments.COUNTERS_INDEX * 8
         memory.add(start, ctypes.sizeof(block))
         table = launch.lengths.table
         memory.add(table.ctypes.data, table.nbytes)
@@ -204,7 +205,8 @@ def emulated(processor: Processor) -> Iterator[Emulation]:
         emulation = Emulation(processor, Path(folder))
         host: dict[str, Any] = {"function_address": emulation.function_address, "run": emulation.run}
         for module in (host_forward, host_backward):
-            patches.enter_context(mock.patch.multiple(module, **host))
+            patches.enter_context(mock.patch.multiple(module, **host, recorded=lambda *_: None))
+        patches.enter_context(mock.patch.object(host_cache, "recorded", return_value=None))
         of_tables: dict[str, Any] = {
             "function_address": emulation.function_address,
             "FUNCTION": emulation.table_function,

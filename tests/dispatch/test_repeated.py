@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
+from flashtile.backend.cpu import host_cache
 from flashtile.dispatch import fast_path
 from flashtile.errors import ArgumentError, AttentionError
 
@@ -194,7 +195,7 @@ def cache_call(**new: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("appends", [False, True])
-def test_a_cache(appends: bool) -> None:
+def test_a_cache(appends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def one(lengths: tuple[int, int]) -> tuple[list[Tensor], dict[str, Any]]:
         tensors, options = cache_call(**{name: torch.randn(2, 2, 1, 16) for name in ("k", "v") if appends})
         return tensors, options | {"cache_seqlens": torch.tensor(lengths, dtype=torch.int32)}
@@ -202,7 +203,8 @@ def test_a_cache(appends: bool) -> None:
     for _ in range(3):
         tensors, options = one((5, 30))
         flashtile.attention_with_kvcache(*tensors, **options)
-    for lengths in ((0 if appends else 1, 39), (17, 3)):
+    for lengths, alone in (((0 if appends else 1, 39), 2), ((17, 3), 1), ((9, 9), 1)):
+        monkeypatch.setattr(host_cache, "MOST_APPENDED_ALONE", alone)
         tensors, options = one(lengths)
         expected = [x.clone() for x in tensors]
         with not_normalized():
@@ -211,9 +213,10 @@ def test_a_cache(appends: bool) -> None:
         torch.testing.assert_close(out, result)
         assert all(map(torch.equal, tensors, expected))
     assert sum(map(len, fast_path.repeated.values())) == 1
-    tensors, options = one((41, 3))
-    with pytest.raises(ArgumentError, match=r"cache_seqlens|k_cache"):
-        flashtile.attention_with_kvcache(*tensors, **options)
+    for lengths in ((41, 3), (40 if appends else 41, 40), (5, -1)):
+        tensors, options = one(lengths)
+        with pytest.raises(ArgumentError, match=r"cache_seqlens|k_cache"):
+            flashtile.attention_with_kvcache(*tensors, **options)
 
 
 def test_caches_that_overlap() -> None:

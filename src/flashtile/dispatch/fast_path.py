@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import private_torch
 from ..backend.cpu.support import VECTORS_VARIABLE
+from ..backend.replays import Recording
 from ..call import check, device
 from ..call.call import Call, Needs, Settings
 from ..call.memory import Layouts, layout_key
@@ -38,12 +39,13 @@ _BACKEND, _VECTORS = (
 class Pass:
     """A forward or backward pass of one layout: not yet seen, planned, or recorded."""
 
-    __slots__ = ("layouts", "plan", "replay")
+    __slots__ = ("layouts", "plan", "recording", "replay")
 
     def __init__(self, layouts: Layouts | None = None) -> None:
         self.layouts = layouts  # of a backward pass; an entry has one forward pass
         self.plan: Plan | None = None
         self.replay: Callable[..., Any] | None = None
+        self.recording: Recording | None = None  # of the replay, if it has one
 
     def run(self, call: Call, kind: str, inside: Callable[[Call], Any], needs: Needs | None, *rest: Any) -> Any:
         """Run the `kind` function of the planned backend, or record it at the second call."""
@@ -58,8 +60,9 @@ class Pass:
             replay, results = record(self.plan, call, *rest)
         if replay is not None and call.layout != "dense" and device.host_readable(call.tensors.q):
             self.replay = lambda call, *rest: replay(checked(call), *rest)
+            self.recording = getattr(replay, "checked_recording", None)
         else:
-            self.replay = replay
+            self.replay, self.recording = replay, getattr(replay, "recording", None)
         return results
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from .. import private_torch
-from ..backend.gpu.replay import BackwardReplay, ForwardReplay
 from ..call import sharding
 from ..call.cache import CacheCall
 from ..call.cache_tensors import CacheTensors
@@ -69,9 +68,7 @@ class Repeated:
         tensors = self.tensors(values)
         self.guard, self.state = Layouts(tensors), state_of(tensors[0])
         self.requires_grad = torch.is_grad_enabled() and autograd.requires_grad(tensors)
-        replay = call.entry.forward.replay
-        direct = isinstance(replay, ForwardReplay) and not private_torch.is_any_autocast_enabled()
-        self.recording = replay.recording if direct else None
+        self.recording = None if private_torch.is_any_autocast_enabled() else call.entry.forward.recording
         self.backward: dict[Hashable, Gradients] = {}
 
     def match(self, values: Sequence[Any]) -> tuple[Tensor, ...] | None:
@@ -99,7 +96,9 @@ class Repeated:
         if self.appends:
             check_apart(self.entry, *(inputs[n] for n in CACHES))
         if self.recording is not None:
-            return self.recording(inputs)
+            results = self.recording(inputs)
+            if results is not None:
+                return results
         call = self.call(tensors, is_plain_eager=True)
         results = fast_path.forward(call, operators.inside_operator)
         return results if call.kept is None else (*results, call.kept)
@@ -125,8 +124,8 @@ class Repeated:
         present += tensors
         for one in known.passes:
             if one.replay is not None and one.layouts is not None and one.layouts.match_plain(present):
-                if isinstance(one.replay, BackwardReplay) and not private_torch.is_any_autocast_enabled():
-                    found = one.replay.recording((*self.flat((*tensors, None)), *results, kept))
+                if one.recording is not None and not private_torch.is_any_autocast_enabled():
+                    found = one.recording((*self.flat((*tensors, None)), *results, kept))
                 else:
                     call = self.backward_call(tensors, kept)
                     with operators.inside_operator(call):

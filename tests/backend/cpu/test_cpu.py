@@ -27,6 +27,7 @@ import flashtile
 from flashtile import BackendError
 from flashtile.backend import user_files
 from flashtile.backend.user_files import CACHE_VARIABLE
+from flashtile.call.call import Call, Settings, Tensors
 from flashtile.testing.case import Case
 from flashtile.testing.generate import random_case
 from flashtile.testing.inputs import KINDS
@@ -227,18 +228,35 @@ def test_few_rows_split_the_keys() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_few_rows_of_several_blocks(dtype: torch.dtype, width: str) -> None:
     """The decode kernel's packed scores: heads with sinks, or positions whose first and last blocks are not packed;
-    maxima that change between blocks, infinities, numbers of rows and keys that fill no vector.
+    maxima that change between blocks, infinities, numbers of rows and keys that fill no vector; features that fill
+    narrower vectors than the processor's.
     """
     for rows, bad in itertools.product(range(1, 6), (None, INF)):
         sinks = torch.linspace(-9, 9, rows)
         heads = {"num_heads_q": rows, "seqlen_q": 1, "seqlen_k": 290 - rows, "sinks": sinks}
         positions = {"num_heads_q": 1, "seqlen_q": rows, "seqlen_k": 290 - rows, "window": (200, 20)}
         for shape in (heads, positions):
-            case = dense_case(**shape, batch=1, head_dim=16, dtype=dtype, seed=rows, forward_only=True)
+            head_dim = 24 if rows in (1, 3) else 16
+            case = dense_case(**shape, batch=1, head_dim=head_dim, dtype=dtype, seed=rows, forward_only=True)
             case.arguments["k"] *= torch.linspace(-3, 3, 290 - rows)[:, None].to(dtype)
             if bad is not None:
                 case.arguments["k"][:, :, 150, 3] = bad
             right(case)
+
+
+def test_decoding_has_vectors_that_features_fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "host", lambda: targets.make_target("avx512", "x86_64-unknown-linux-gnu"))
+
+    def width(head_dim: int, rows: int, dtype: torch.dtype = torch.float32) -> int | None:
+        q, k = torch.empty(1, rows, 1, head_dim, dtype=dtype), torch.empty(1, 1, 9, head_dim, dtype=dtype)
+        target = arguments.decode_target(Call(Tensors(q, k, k), Settings(scale=1.0)), rows)
+        return None if target is None else target.vector_bytes
+
+    assert [width(64, rows) for rows in (1, 8, 9)] == [64, 64, None]
+    assert [width(40, rows) for rows in (1, 4, 5)] == [32, 32, None]
+    assert [width(20, rows) for rows in (2, 3)] == [16, None]
+    assert width(30, 1) is None
+    assert width(20, 2, torch.float64) == 32
 
 
 @pytest.mark.parametrize("sinks", [None, (0.5, -INF)], ids=["no sinks", "sinks"])

@@ -17,7 +17,6 @@ from ...expression.program import TensorType, joined, type_of
 from ..scalars import head_strides, keep_scale, strides_of, threshold
 from . import targets
 from .kernels.captured import stored_dtype
-from .kernels.formats import ITEM_SIZES
 from .kernels.stages import GRADIENT_DIMENSIONS
 from .kernels.tiles import UNLIMITED
 from .targets import Target
@@ -25,6 +24,7 @@ from .variant import FIELDS, REALS, Variant
 from .workspace import CACHE_LINE
 
 # Behind the fields: counters of tasks and of threads, each on a cache line of its own, since every thread adds to them.
+# Behind those, where keys are split: the number of finished splits of each tile.
 COUNTERS_INDEX = len(FIELDS) + CACHE_LINE // 8
 ArgumentBlock = ctypes.c_int64 * (COUNTERS_INDEX + 2 * CACHE_LINE // 8)
 LARGEST_OFFSET = 2**31 - 1
@@ -95,11 +95,17 @@ def extent(x: Tensor) -> int:
     return sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
 
 
-def fits_decode(call: Call, variant: Variant, target: Target, rows: int) -> bool:
-    """Whether the decode kernel applies: rows fill at most half of a vector, features a whole number of vectors."""
-    lanes = target.vector_bytes // ITEM_SIZES[variant.real_dtype]
-    whole = all(whole_vectors(call, x) for x in (call.tensors.q, call.tensors.v))
-    return variant.vectors == 1 and 2 * rows <= lanes and whole
+def decode_target(call: Call, rows: int) -> Target | None:
+    """The target of the decode kernel, with the widest vectors that features fill, narrower ones than the processor's
+    if need be; `None` if tasks of `rows` query rows would fill more than half of such a vector.
+    """
+    host, size = targets.host(), accumulation_dtype(call.tensors.q.dtype).itemsize
+    width = host.vector_bytes
+    while width >= targets.NARROWEST and 2 * rows * size <= width:
+        if all(x.shape[-1] * size % width == 0 for x in (call.tensors.q, call.tensors.v)):
+            return host._replace(vector_bytes=width)
+        width //= 2
+    return None
 
 
 def whole_vectors(call: Call, x: Tensor) -> bool:
@@ -222,16 +228,18 @@ def pack(values: dict[str, Any]) -> Any:
 
 def with_fields(block: Any, values: dict[str, int]) -> Any:
     """A copy of the block with other values of some fields."""
-    copy = ArgumentBlock.from_buffer_copy(block)
+    copy = copied(block)
     for name, x in values.items():
         copy[FIELD_INDEX[name]] = x
     return copy
 
 
-def bind(block: Any, tensors: dict[str, Tensor]) -> Any:
-    """A copy of the block for one launch, with the tensors' addresses and its own counters."""
-    copy = ArgumentBlock.from_buffer_copy(block)
-    for name, x in tensors.items():
-        copy[FIELD_INDEX[name]] = x.data_ptr()
-    copy[FIELD_INDEX["counter"]] = ctypes.addressof(copy) + COUNTERS_INDEX * 8
+def copied(block: Any) -> Any:
+    return type(block).from_buffer_copy(block)
+
+
+def with_counters(block: Any, count: int) -> Any:
+    """A copy of the block with counters of the finished splits of `count` tiles."""
+    copy = (ctypes.c_int64 * (len(ArgumentBlock()) + count))()
+    ctypes.memmove(copy, block, ctypes.sizeof(ArgumentBlock))
     return copy

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...call.call import Call, Gradients, Needs, new_rows
 from ...call.plan import Plan
 from ..epilogue import RowStats, requested_from_rows
+from ..replays import BackwardReplay
 from ..scalars import rows_last
 from . import arguments as args
 from . import targets, threads, workspace
@@ -23,6 +24,7 @@ from .jit import function_address
 from .kernels import sums
 from .launch import KernelLaunch, TensorSpec, run
 from .lengths import Lengths, chunk, lengths, max_threads
+from .recording import recorded
 from .targets import Target
 from .variant import BACKWARD, TaskSplit, Variant
 
@@ -118,8 +120,12 @@ def record_backward(
     launch = backward_launch(call, tasks, (q, k, v, rows.out, rows.dout), rows.lse, buffers)
     specs = tuple(None if x is None else TensorSpec.of(x) for x in buffers)
     step = BackwardStep(launch, needs, tasks.captured, specs)
-    grads = without_table(of_call, needs, run_backward(step, call, (q, k, v), rows, buffers))
-    return functools.partial(replay_backward, step) if call.layout == "dense" else None, grads
+    grads, tensors = run_backward(step, call, (q, k, v), rows, buffers)
+    grads = without_table(of_call, needs, grads)
+    if call.layout != "dense":
+        return None, grads
+    recording = recorded(call, launch, tensors, grads.flat(), (out, lse, dout, dlse))
+    return functools.partial(replay_backward, step) if recording is None else BackwardReplay(recording), grads
 
 
 def replay_backward(
@@ -128,7 +134,8 @@ def replay_backward(
     of_call, call = call, with_distance_table(call)
     q, k, v = (rows_last(x) for x in call.tensors[:3])
     rows = row_tensors(out, lse, dout, dlse)
-    return without_table(of_call, step.needs, run_backward(step, call, (q, k, v), rows, step.new_buffers())).flat()
+    grads, _ = run_backward(step, call, (q, k, v), rows, step.new_buffers())
+    return without_table(of_call, step.needs, grads).flat()
 
 
 def row_tensors(out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> RowTensors:
@@ -143,7 +150,8 @@ def run_backward(
     inputs: tuple[Tensor, Tensor, Tensor],
     rows: RowTensors,
     buffers: GradientBuffers,
-) -> Gradients:
+) -> tuple[Gradients, dict[str, Tensor]]:
+    """The gradients, and the tensors of the launch."""
     t, (q, k, v), launch = call.tensors, inputs, step.launch
     captured, dcaptured = args.captured_tensors(call), step.captured.allocate(rows.lse.dtype)
     tensors = args.input_tensors(call, q, k, v)
@@ -160,7 +168,7 @@ def run_backward(
         for tokens in launch.lengths.unused:
             dq[tokens] = 0
     stats = RowStats(t.sinks, rows.lse, buffers.delta, rows.lse, rows.dlse)
-    return Gradients(
+    grads = Gradients(
         q=dq,
         k=without_padding(t.k, buffers.dk),
         v=without_padding(t.v, buffers.dv),
@@ -169,6 +177,7 @@ def run_backward(
         score_mod_tensors=step.captured.sums(dcaptured),
         **{name: gradient(stats) for name, gradient in requested_from_rows(step.needs, t)},
     )
+    return grads, tensors
 
 
 def backward_tasks(plan: Plan, call: Call, needs: Needs) -> BackwardTasks:

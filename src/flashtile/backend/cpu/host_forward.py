@@ -1,4 +1,4 @@
-"""Host code of the forward pass: allocate results, launch the kernel, combine splits."""
+"""Host code of the forward pass: allocate results, launch the kernel."""
 
 import functools
 from typing import Any
@@ -9,6 +9,7 @@ from torch import Tensor
 from ...call.call import Call, lse_shape, new_rows
 from ...call.plan import Plan
 from ...call.problem import accumulation_dtype
+from ..replays import ForwardReplay
 from ..scalars import rows_last
 from . import arguments as args
 from . import targets, threads, workspace
@@ -16,7 +17,8 @@ from .blocks import BlockTable, table_strides, table_tensors
 from .distance_table import with_distance_table
 from .jit import function_address
 from .launch import KernelLaunch, TensorSpec, run
-from .lengths import chunk, lengths, max_threads
+from .lengths import chunk, lengths, max_threads, used_splits
+from .recording import recorded
 from .targets import Target
 from .variant import FORWARD, Variant
 
@@ -43,15 +45,22 @@ def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
     """As `forward`, with the function that repeats it for calls of the same layout: `None` for packed calls with a
     mask function, whose blocks depend on the values of their lengths.
     """
+    launch, tensors, results = launched_forward(plan, call)
+    if call.layout == "dense":
+        recording = recorded(call, launch, tensors, results)
+        return functools.partial(replay_forward, launch) if recording is None else ForwardReplay(recording), results
+    return functools.partial(replay_forward, launch) if call.settings.mask_mod is None else None, results
+
+
+def launched_forward(plan: Plan, call: Call) -> tuple[KernelLaunch, dict[str, Tensor], tuple[Tensor, Tensor]]:
+    """Run a forward pass; its launch, the tensors of it, and `out` and `lse`."""
     call = with_distance_table(call)
     q, k, v = (rows_last(x) for x in call.tensors[:3])
     out = call.tensors.out
     out = new_rows(call.tensors.q, q.shape[1], v.shape[-1], q.dtype) if out is None else out
     lse = q.new_empty(lse_shape(q), dtype=accumulation_dtype(q.dtype))
     launch = forward_launch(plan, call, (q, k, v), out, lse)
-    results = run_forward(launch, call, (q, k, v), out, lse)
-    repeats = call.layout == "dense" or call.settings.mask_mod is None
-    return functools.partial(replay_forward, launch) if repeats else None, results
+    return launch, run_forward(launch, call, (q, k, v), out, lse), (out, lse)
 
 
 def replay_forward(launch: KernelLaunch, call: Call) -> tuple[Tensor, Tensor]:
@@ -61,12 +70,14 @@ def replay_forward(launch: KernelLaunch, call: Call) -> tuple[Tensor, Tensor]:
     out = of_out.new() if call.tensors.out is None else call.tensors.out
     lse = of_lse.new()
     launch = launch if call.layout == "dense" else with_lengths(launch, call)
-    return run_forward(launch, call, (q, k, v), out, lse)
+    run_forward(launch, call, (q, k, v), out, lse)
+    return out, lse
 
 
 def run_forward(
     launch: KernelLaunch, call: Call, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> dict[str, Tensor]:
+    """Compute `out` and `lse`; return the tensors of the launch."""
     q, k, v = inputs
     captured = args.captured_tensors(call)
     tensors = args.input_tensors(call, q, k, v)
@@ -75,16 +86,13 @@ def run_forward(
     tensors.update(table_tensors(launch.blocks, call))
     if launch.splits > 1:
         shape = (launch.splits, *lse.shape)
-        partial_out, partial_lse = lse.new_empty((*shape, v.shape[-1])), lse.new_empty(shape)
-        run(launch, tensors | {"partial_out": partial_out, "partial_lse": partial_lse})
-        combine(partial_out, partial_lse, out if out.dim() == 4 else out.transpose(0, 1), lse)
-    else:
-        run(launch, tensors)
+        tensors["partial_out"], tensors["partial_lse"] = lse.new_empty((*shape, v.shape[-1])), lse.new_empty(shape)
+    run(launch, tensors)
     del captured
     for tokens in launch.lengths.unused:
         out[tokens] = 0
         lse[:, tokens] = -torch.inf
-    return out, lse
+    return tensors
 
 
 def forward_launch(
@@ -92,19 +100,20 @@ def forward_launch(
 ) -> KernelLaunch:
     """Choose the variant and compute all arguments of the kernel but the addresses."""
     q, k, v = inputs
-    target = targets.host()
+    for_decode = args.decode_target(call, plan.tile.rows)
+    target = targets.host() if for_decode is None else for_decode
     variant = args.variant_of(call, target, plan.tile.rows)
-    variant = variant._replace(
-        row_values=args.whole_vectors(call, v), decode=args.fits_decode(call, variant, target, plan.tile.rows)
-    )
+    variant = variant._replace(row_values=args.whole_vectors(call, v), decode=for_decode is not None)
     values = args.call_scalars(call, variant, q, k, v)
-    rows = variant.vectors * args.vector_lanes(call)
+    rows = variant.vectors * (target.vector_bytes // lse.element_size())
     panels = -(-plan.tile.rows // rows)
     task_rows = panels * rows, min(plan.tile.rows, panels * rows)
     of_call = lengths(call, values["num_heads_kv"], values["groups"], task_rows[0])
-    splits = call.settings.num_splits or plan.num_splits
-    if out.dtype != q.dtype:  # which the kernel writes as partial results alone
-        splits = max(splits, 2)
+    splits = least_splits = call.settings.num_splits or plan.num_splits
+    if call.settings.num_splits is None:
+        least_splits = 1
+    if out.dtype != q.dtype:  # which the kernel writes as combined results alone
+        splits, least_splits = max(splits, 2), max(least_splits, 2)
     widths = q.shape[-1], v.shape[-1]
     table = BlockTable.of(call, of_call, rows)
     values |= {
@@ -112,7 +121,7 @@ def forward_launch(
         **args.strides("out", out),
         **args.lse_strides(lse),
         "panels": panels,
-        "splits": splits,
+        "out_is_real": int(out.dtype == lse.dtype),
         "work_size": workspace.num_bytes(workspace.forward_layout, variant.real_type, rows, panels, *widths),
     }
     launch = KernelLaunch(
@@ -122,6 +131,7 @@ def forward_launch(
         values["work_size"],
         of_call,
         splits,
+        least_splits,
         (TensorSpec.of(out), TensorSpec.of(lse)),
         table,
         task_rows,
@@ -133,26 +143,18 @@ def with_lengths(launch: KernelLaunch, call: Call) -> KernelLaunch:
     """The launch with the tasks of a call's lengths."""
     (rows, rows_in_use), heads_kv = launch.task_rows, args.heads_kv(call)
     of_call = lengths(call, heads_kv, call.tensors.q.shape[1] // heads_kv, rows)
-    tasks = of_call.tasks * launch.splits
+    splits = used_splits(launch.splits, launch.least_splits, of_call.max_seqlen_k)
+    tasks = of_call.tasks * splits
+    block = args.with_counters(launch.block, of_call.tasks) if launch.splits > 1 else launch.block
     fields = {
         "sequences": of_call.table.ctypes.data,
         "tasks": tasks,
         "batch": of_call.batch,
-        "chunk": chunk(of_call.max_seqlen_k, launch.splits),
+        "splits": splits,
+        "chunk": chunk(of_call.max_seqlen_k, splits),
     }
     return launch._replace(
-        block=args.with_fields(launch.block, fields),
+        block=args.with_fields(block, fields),
         max_threads=min(tasks, max_threads(call, of_call, rows_in_use)),
         lengths=of_call,
     )
-
-
-def combine(partial_out: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Combine splits `[splits, ..., Dv]` and `[splits, ...]`: the mean of their outputs, weighted by `exp(lse)`. The
-    split with the largest lse has weight 1 even if that is infinite, where `exp(inf - inf)` would be NaN.
-    """
-    m = partial_lse.amax(dim=0)
-    weights = torch.where(partial_lse == m, 1, torch.exp(partial_lse - m))
-    total = weights.sum(dim=0)
-    out.copy_((partial_out * weights[..., None]).sum(dim=0) / total[..., None])
-    lse.copy_(m + torch.log(total))

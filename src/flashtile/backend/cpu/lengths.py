@@ -8,9 +8,11 @@ from torch import Tensor
 
 from ...call.call import Call
 from .kernels.tiles import SEQUENCE_FIELDS, UNLIMITED
+from .support import SPLIT_KEYS
 from .workspace import BLOCK_N
 
 WORK_PER_THREAD = 2**18  # multiply-adds; 5 to 20 microseconds, several times the cost of waking a thread
+ROWS_OF_A_READ = 8  # rows whose products take as long as reading a key and its value
 
 
 class Lengths(NamedTuple):
@@ -95,6 +97,11 @@ def packed_lengths(call: Call, heads_kv: int, groups: int, rows: int) -> Lengths
     return Lengths(table, batch, int(table[-1, 0]), int(seqlen_k.max(initial=0)), max_rows, unused)
 
 
+def used_splits(most: int, least: int, max_seqlen_k: int) -> int:
+    """Splits of the keys: a cache may have room for many, and hold few."""
+    return max(least, min(most, max_seqlen_k // SPLIT_KEYS))
+
+
 def chunk(max_seqlen_k: int, splits: int) -> int:
     """Keys of one split, a multiple of the block size."""
     return -(-max_seqlen_k // (splits * BLOCK_N)) * BLOCK_N if splits > 1 else UNLIMITED
@@ -103,4 +110,9 @@ def chunk(max_seqlen_k: int, splits: int) -> int:
 def max_threads(call: Call, lengths: Lengths, rows: int) -> int:
     """The largest number of threads that each have enough work to be worth waking."""
     width = call.tensors.q.shape[-1] + call.tensors.v.shape[-1]
-    return max(1, lengths.tasks * rows * lengths.max_seqlen_k * width // WORK_PER_THREAD)
+    return threads_for(lengths.tasks * max(rows, ROWS_OF_A_READ) * width, lengths.max_seqlen_k)
+
+
+def threads_for(work_per_key: int, seqlen_k: int) -> int:
+    """As `max_threads`, of so many multiply-adds for each key."""
+    return max(1, work_per_key * seqlen_k // WORK_PER_THREAD)

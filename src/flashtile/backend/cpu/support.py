@@ -18,7 +18,7 @@ MACHINES = ("x86_64", "amd64", "arm64", "aarch64")
 # Query rows of a task: as many as leave its queries, its outputs and a block of keys in the second-level cache.
 ROWS = 256
 ROW_BYTES = 2**18
-SPLIT_KEYS = 768  # least keys of a split
+SPLIT_KEYS = 384  # least keys of a split
 TARGET_TASKS = 32
 
 

@@ -29,6 +29,7 @@ WIDTHS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "baseline": ((), {"vector_bytes": 16, "vectors": 2, "rows": 6}),
     "neon": (("neon",), {"vector_bytes": 16, "vectors": 4, "rows": 6}),
 }
+NARROWEST = 16  # bytes of a vector
 GENERIC_CPUS = {"avx512": "x86-64-v4", "avx2": "x86-64-v3", "baseline": "x86-64", "neon": "generic"}
 
 

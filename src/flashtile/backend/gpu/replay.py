@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from ... import private_torch
-from ...call.call import Call
+from ..replays import Results
 from .launch import launch, replayable
 from .pointers import Described, Layout, Part, Pointers, Slot, Slots, resolved
 from .step import Step
 
-Results = Sequence[Tensor | None]
 ALIGNMENT = 128  # bytes of a cache line, at which the tensors of a workspace begin
 
 
@@ -178,24 +177,6 @@ class Recording:
             step(tensors)
         tensors.append(None)
         return self.results(tensors)[:-1]
-
-
-class ForwardReplay(NamedTuple):
-    """A recorded forward pass of a call."""
-
-    recording: Recording
-
-    def __call__(self, call: Call) -> tuple[Tensor, Tensor]:
-        return call.keep(self.recording(call.inputs))
-
-
-class BackwardReplay(NamedTuple):
-    """A recorded backward pass of a call, from out, lse, dout and dlse. Its gradients are flat."""
-
-    recording: Recording
-
-    def __call__(self, call: Call, *rows: Tensor | None) -> Results:
-        return self.recording((*call.inputs, *rows, call.kept))
 
 
 def run(inputs: Sequence[Tensor | None], function: Callable[..., Results], *arguments: Any) -> Results:

@@ -14,7 +14,8 @@ from ..gpu import replay
 from ..gpu.kernel import Kernel
 from ..gpu.pairs import with_contiguous_keys
 from ..gpu.pointers import Described
-from ..gpu.replay import Recorder, Results
+from ..gpu.replay import Recorder
+from ..replays import ForwardReplay, Results
 from ..scalars import head_strides, head_terms, rows_last, strides, window_numbers
 from . import float32
 from .bias_tiles import forward_tiles
@@ -39,7 +40,7 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
 def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
     """As `forward`, and the function that repeats it for calls of the same layout."""
     recording, results = replay.record(call.inputs, launch_forward, forward_config(plan, call), call)
-    return replay.ForwardReplay(recording), call.keep(results)
+    return ForwardReplay(recording), call.keep(results)
 
 
 def forward_config(plan: Plan, call: Call) -> ForwardConfig | Float32Forward:

@@ -8,7 +8,8 @@ from torch import Tensor
 from ...call.call import Call, Gradients, Needs, Tensors
 from ...call.plan import Plan
 from ..gpu import replay
-from ..gpu.replay import Recorder, Results
+from ..gpu.replay import Recorder
+from ..replays import BackwardReplay, Results
 from .descriptors import tma_aligned
 from .float32_backward import Float32Backward
 from .fused_backward import FusedBackward
@@ -29,7 +30,7 @@ def record_backward(
     """As `backward`, and the function that repeats it for calls of the same layout; its gradients are flat."""
     inputs, config = (*call.inputs, out, lse, dout, dlse, call.kept), plan.tile.backward
     recording, results = replay.record(inputs, launch_backward, config, call, needs)
-    return replay.BackwardReplay(recording), Gradients.from_flat(results)
+    return BackwardReplay(recording), Gradients.from_flat(results)
 
 
 def launch_backward(

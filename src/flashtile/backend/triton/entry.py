@@ -15,7 +15,8 @@ from ..gpu import replay
 from ..gpu.block_lists import block_lists, summary
 from ..gpu.kernel import Kernel
 from ..gpu.pairs import with_contiguous_keys
-from ..gpu.replay import Recorder, Results
+from ..gpu.replay import Recorder
+from ..replays import ForwardReplay, Results
 from ..scalars import lse_strides, rows_last, strides
 from . import arguments as args
 from . import host_products
@@ -34,7 +35,7 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
 def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
     """As `forward`, and the function that repeats it for calls of the same layout."""
     recording, results = replay.record(call.inputs, launch_forward, plan, call)
-    return replay.ForwardReplay(recording), call.keep(results)
+    return ForwardReplay(recording), call.keep(results)
 
 
 def launch_forward(recorder: Recorder, plan: Plan, call: Call) -> Results:
@@ -114,7 +115,7 @@ def record_attend_with_cache(plan: Plan, call: CacheCall) -> tuple[Any, tuple[Te
         repeat, results = record_forward(plan, in_operations(call))
         return lambda call: repeat(in_operations(call)), results
     recording, (out, lse) = replay.record(call.inputs, launch_with_cache, plan, call)
-    return replay.ForwardReplay(recording), (out, lse)  # type: ignore[return-value]
+    return ForwardReplay(recording), (out, lse)  # type: ignore[return-value]
 
 
 def appendable(cache: CacheTensors, cu_seqlens_q: Tensor | None) -> bool:

@@ -10,7 +10,8 @@ from ...call.plan import Plan
 from ..epilogue import requested_from_rows
 from ..gpu import replay
 from ..gpu.pairs import with_contiguous_keys
-from ..gpu.replay import Recorder, Results
+from ..gpu.replay import Recorder
+from ..replays import BackwardReplay, Results
 from ..scalars import rows_last
 from . import host_products
 from .called import called_tile
@@ -37,7 +38,7 @@ def record_backward(
     """As `backward`, and the function that repeats it for calls of the same layout; its gradients are flat."""
     inputs = (*call.inputs, out, lse, dout, dlse, call.kept)
     recording, results = replay.record(inputs, launch_backward, plan, call, needs)
-    return replay.BackwardReplay(recording), Gradients.from_flat(results)
+    return BackwardReplay(recording), Gradients.from_flat(results)
 
 
 def launch_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) -> Results:

@@ -36,7 +36,7 @@ from .products import (
 from .rng import apply_dropout
 from .scores import distance, final_score, product_gradient
 from .sums import ROWS_PER_CARRY, carry, carry_due, needs_totals
-from .tiles import copy_rows, fill_row_tables, load_transposed, make_task, num_valid_rows, panel_rows
+from .tiles import copy_rows, fill_row_tables, load_transposed, make_task, num_valid_rows, panel_rows, rows_in_use
 
 
 def source(variant: Variant, target: Target) -> str:
@@ -117,10 +117,19 @@ class BackwardKernel(Kernel):
         panel.store([code.full(1.0)] * panel.vectors, w.alpha)
         self.fill_row_offsets("dq", w.dq_offsets)
 
+    @property
+    def num_valid(self) -> Value:
+        return num_valid_rows(self.code, self.panel, self.task, self.code.index(0))
+
+    @property
+    def in_use(self) -> Value:
+        return rows_in_use(self.code, self.panel, self.task, self.code.index(0))
+
     def row_sums(self) -> Iterator[tuple[Pointer, Pointer, Value]]:
         """Loop over the vectors of dq and of the rows' parts of dslopes: recent sums, totals, and the index."""
         code, w, rows = self.code, self.w, self.panel.rows
-        with code.loop(0, self.a.integer("head_dim") * rows, code.lanes) as n:
+        rows_of_dq = self.num_valid if self.variant.row_values else code.index(rows)
+        with code.loop(0, self.a.integer("head_dim") * rows_of_dq, code.lanes) as n:
             yield w.dq, w.total_dq, n
         if self.variant.slope_gradient:
             with code.loop(0, rows, code.lanes) as n:
@@ -134,20 +143,21 @@ class BackwardKernel(Kernel):
         """Load q and dout twice: transposed for products over features, and by rows for products over query rows."""
         code, a, w, panel, dtype = self.code, self.a, self.w, self.panel, self.variant.dtype
         depth, width, one = a.integer("head_dim"), a.integer("head_dim_v"), code.index(1)
+        in_use, num_valid = self.in_use, self.num_valid
         q, dout = a.pointer("q"), a.pointer("dout")
         dout_offsets = w.dq_offsets  # free until dq's offsets are filled in
         self.fill_row_offsets("dout", dout_offsets)
-        load_transposed(code, panel, q, w.q_offsets, depth, one, dtype, w.q, a.real("factor"))
-        load_transposed(code, panel, dout, dout_offsets, width, one, dtype, w.dout, code.real(1))
-        copy_rows(code, panel, q, w.q_offsets, depth, dtype, w.q_rows, round_up(depth, code.lanes))
-        copy_rows(code, panel, dout, dout_offsets, width, dtype, w.dout_rows, round_up(width, code.lanes))
+        load_transposed(code, panel, q, w.q_offsets, in_use, depth, one, dtype, w.q, a.real("factor"))
+        load_transposed(code, panel, dout, dout_offsets, in_use, width, one, dtype, w.dout, code.real(1))
+        copy_rows(code, q, w.q_offsets, num_valid, depth, dtype, w.q_rows, round_up(depth, code.lanes))
+        copy_rows(code, dout, dout_offsets, num_valid, width, dtype, w.dout_rows, round_up(width, code.lanes))
 
     def compute_delta(self) -> None:
         """`delta = sum_d out * dout`: lanes run over features, for as many rows at a time as fill a vector of sums."""
-        code, a, w, panel, dtype = self.code, self.a, self.w, self.panel, self.variant.dtype
+        code, a, w, dtype = self.code, self.a, self.w, self.variant.dtype
         width, out = a.integer("head_dim_v"), a.pointer("out")
         padded, full = round_up(width, code.lanes), width // code.lanes * code.lanes
-        with code.loop(0, panel.rows, code.lanes) as first:
+        with code.loop(0, self.in_use, code.lanes) as first:
             rows = [first + n for n in range(code.lanes)]
             total = [code.variable(code.full()) for _ in rows]
             with code.loop(0, full, code.lanes) as d:
@@ -155,14 +165,14 @@ class BackwardKernel(Kernel):
                     out_d = load_vector(code, out, w.out_offsets[r] + d, dtype)
                     x.set(code.multiply_add(out_d, (w.dout_rows + r * padded).vector(d), x.get()))
             (w.delta + first).store(sum_lanes(code, [x.get() for x in total]))
-        with code.loop(full, width) as d, code.loop(0, panel.rows) as r:
+        with code.loop(full, width) as d, code.loop(0, self.num_valid) as r:
             w.delta[r] = w.delta[r] + load(code, out, w.out_offsets[r] + d, dtype) * w.dout_rows[r * padded + d]
 
     def fill_row_offsets(self, name: str, to: Pointer) -> None:
         """Fill `to` with the offsets of the panel's rows in the tensor `name`."""
         code, a, task = self.code, self.a, self.task
         split = task.split * a.integer("dq_split") if name == "dq" else code.index(0)
-        with panel_rows(code, a, self.panel, task, code.index(0)) as (r, i, h):
+        with panel_rows(code, a, self.panel, task, code.index(0), self.in_use) as (r, i, h):
             within = h * a.integer(f"{name}_h") + (task.q_first + i) * a.integer(f"{name}_s")
             to[r] = split + task.b * a.integer(f"{name}_b") + within
 
@@ -171,11 +181,11 @@ class BackwardKernel(Kernel):
         `lse = inf` makes all probabilities `exp(s - inf) = 0`; their dout is cleared, since `0 * NaN` would be NaN, but
         for padding rows only where a bias's gradient adds them up.
         """
-        code, a, w, panel = self.code, self.a, self.w, self.panel
-        num_valid, infinity = num_valid_rows(code, panel, self.task, code.index(0)), code.real(math.inf)
+        code, a, w = self.code, self.a, self.w
+        num_valid, infinity = self.num_valid, code.real(math.inf)
         lse, dlse, delta = (a.pointer(name) for name in ("lse", "dlse", "delta"))
         cleared = code.constant(int(self.variant.bias_gradient), BIT)
-        with code.loop(0, panel.rows) as r:
+        with code.loop(0, self.in_use) as r:
             at = w.lse_offsets[r]
             row_lse = lse[at]
             w.lse[r] = row_lse * self.variant.score_unit
@@ -275,8 +285,7 @@ class BackwardKernel(Kernel):
 
     def epilogue(self) -> None:
         """Store the panel's dq and its rows' parts of dslopes."""
-        code, a, w, panel, task = self.code, self.a, self.w, self.panel, self.task
-        num_valid = num_valid_rows(code, panel, task, code.index(0))
+        code, a, w, task, num_valid = self.code, self.a, self.w, self.task, self.num_valid
         dq = a.pointer("dq")
         with code.if_then(dq.is_null().equals(0)):
             store_dq(self, num_valid)

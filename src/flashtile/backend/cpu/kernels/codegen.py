@@ -260,9 +260,9 @@ class Code:
     def pointer(self, x: Value, kind: llvm.Type | None = None) -> Pointer:
         return Pointer(self, x.ir, self.real_type if kind is None else kind)
 
-    def fetch_add(self, counter: Pointer) -> Value:
+    def fetch_add(self, counter: Pointer, ordering: str = "monotonic") -> Value:
         """Atomically add 1 to a counter and return its value before."""
-        return Value(self, self.ir.atomic_rmw("add", counter.ir, llvm.Constant(LONG, 1), "monotonic"))
+        return Value(self, self.ir.atomic_rmw("add", counter.ir, llvm.Constant(LONG, 1), ordering))
 
 
 def suffix(kind: llvm.Type) -> str:

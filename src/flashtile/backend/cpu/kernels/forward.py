@@ -12,6 +12,7 @@ from ..variant import FORWARD, Arguments, Variant
 from ..workspace import BLOCK_N, Workspace, forward_layout
 from .blocks import narrow_bounds, panels_see, visible_keys
 from .codegen import Code
+from .combine import combine_splits
 from .kernel import Kernel, store_rows, task_loop, thread_workspace
 from .keys import KeyBlock, load_keys
 from .masking import in_mask, in_window, mask_fill
@@ -21,7 +22,7 @@ from .rng import apply_dropout
 from .scores import final_score
 from .softmax import finalize, initialize, normalize, rescale, update
 from .sums import carry, carry_due, needs_totals
-from .tiles import fill_row_tables, find_task, load_transposed, num_valid_rows, store_transposed
+from .tiles import fill_row_tables, find_task, load_transposed, num_valid_rows, rows_in_use, store_transposed
 
 
 class BlockKind(NamedTuple):
@@ -63,6 +64,8 @@ class ForwardKernel(Kernel):
             self.carry(p, last=True)
         with code.loop(0, panels) as p:
             self.epilogue(p)
+        with code.if_then(self.a.integer("splits") > 1):
+            combine_splits(self, panels)
 
     def prologue(self, p: Value) -> None:
         """Fill a panel's tables, load its queries, and initialize its softmax state."""
@@ -70,19 +73,19 @@ class ForwardKernel(Kernel):
         fill_row_tables(code, a, self.variant, panel, self.task, w, p)
         narrow_bounds(self, p)
         initialize(code, a, self.variant, panel, self.task, w, p)
-        width = a.integer("head_dim_v")
-        out = w.out + p * width * panel.rows
-        with code.loop(0, width * panel.rows, code.lanes) as n:
-            out.store(code.full(), n)
+        start, size = self.output_place(p)
+        with code.loop(0, size, code.lanes) as n:
+            (w.out + start).store(code.full(), n)
         self.load_queries(p)
 
     def clear_totals(self, p: Value) -> None:
         code, w, panel = self.code, self.w, self.panel
-        rows, width = p * panel.rows, self.a.integer("head_dim_v")
+        rows = p * panel.rows
         panel.store(panel.load(w.m + rows), w.total_m + rows)
         panel.store([code.full()] * panel.vectors, w.total_l + rows)
-        with code.loop(0, width * panel.rows, code.lanes) as n:
-            (w.total_out + width * rows).store(code.full(), n)
+        start, size = self.output_place(p)
+        with code.loop(0, size, code.lanes) as n:
+            (w.total_out + start).store(code.full(), n)
 
     def carry(self, p: Value, last: bool) -> None:
         """Carry recent sums to totals, rescaled to the current maximum; at the end, add totals to the recent sums."""
@@ -97,12 +100,17 @@ class ForwardKernel(Kernel):
 
     # Overridden by other accumulators and by decoding -----------------------------------------------------------------
 
+    def output_place(self, p: Value) -> tuple[Value, Value]:
+        """The place of a panel's accumulators, and the number of those in use."""
+        size = self.a.integer("head_dim_v") * self.panel.rows
+        return p * size, size
+
     def load_queries(self, p: Value) -> None:
         a, w, depth, rows = self.a, self.w, self.a.integer("head_dim"), p * self.panel.rows
         q, one = w.q + rows * depth, self.code.index(1)
-        dtype = self.variant.dtype
+        dtype, in_use = self.variant.dtype, rows_in_use(self.code, self.panel, self.task, p)
         load_transposed(
-            self.code, self.panel, a.pointer("q"), w.q_offsets + rows, depth, one, dtype, q, a.real("factor")
+            self.code, self.panel, a.pointer("q"), w.q_offsets + rows, in_use, depth, one, dtype, q, a.real("factor")
         )
 
     def load_keys(self, side: str, first: Value, last: Value) -> KeyBlock:
@@ -208,12 +216,12 @@ class ForwardKernel(Kernel):
         finalize(code, self.variant, panel, w.m + rows, l, w.alpha)
         with code.if_else(a.integer("splits") > 1) as (split, single):
             with split:
-                before = task.split * a.integer("seqlen_total")
+                before, partial_offsets = task.split * a.integer("seqlen_total"), w.q_offsets + rows  # free by now
                 with code.loop(0, num_valid) as r:
-                    lse_offsets[r] = before + lse_offsets[r]
-                    out_offsets[r] = lse_offsets[r] * a.integer("head_dim_v")
-                self.store_output(p, self.variant.real_dtype, a.pointer("partial_out"), out_offsets)
-                store_rows(code, l, a.pointer("partial_lse"), lse_offsets, num_valid)
+                    at = before + lse_offsets[r]
+                    a.pointer("partial_lse")[at] = l[r]
+                    partial_offsets[r] = at * a.integer("head_dim_v")
+                self.store_output(p, self.variant.real_dtype, a.pointer("partial_out"), partial_offsets)
             with single:
                 self.store_output(p, self.variant.dtype, a.pointer("out"), out_offsets)
                 store_rows(code, l, a.pointer("lse"), lse_offsets, num_valid)

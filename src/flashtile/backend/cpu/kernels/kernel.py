@@ -17,9 +17,10 @@ from .operands import BYTE, INT, LONG, Pointer, Value
 from .products import Panel
 from .scores import ScoreTables
 from .stages import StagedCode, staged
-from .tiles import Task, load_transposed, num_valid_rows
+from .tiles import Task, load_transposed, num_valid_rows, rows_in_use
 
 COUNTER_STRIDE = 64  # bytes between the counters of tasks and of threads: a cache line each, since all threads add
+COUNTERS = 2 * COUNTER_STRIDE  # where those of the splits that each tile has finished begin
 
 
 def thread_workspace(code: Code, a: Arguments) -> Pointer:
@@ -56,7 +57,8 @@ class Kernel:
         code, a, w, panel, variant = self.code, self.a, self.w, self.panel, self.variant
         if variant.mask:
             offsets = w.mask_offsets + p * panel.rows
-            state = code.minimum(state, mask_state(code, a, panel, offsets, first, count))
+            num_valid = num_valid_rows(code, panel, self.task, p)
+            state = code.minimum(state, mask_state(code, a, offsets, num_valid, first, count))
         needed = state > HIDDEN
         partly = needed if variant.formula is not None else state.equals(PARTIAL)  # as `with_and_without_mask`
         inputs = (("mask", "bool" if variant.mask else None, partly), ("bias", variant.bias, needed))
@@ -66,7 +68,8 @@ class Kernel:
             with code.if_then(condition):
                 stride, offsets = a.integer(f"{name}_j"), getattr(w, f"{name}_offsets") + p * panel.rows
                 at = a.pointer(name, STORAGE_TYPES[dtype]) + first * stride
-                load_transposed(code, panel, at, offsets, count, stride, dtype, getattr(w, name), code.real(1))
+                rows = rows_in_use(code, panel, self.task, p)
+                load_transposed(code, panel, at, offsets, rows, count, stride, dtype, getattr(w, name), code.real(1))
         return state
 
     def with_narrow_panels(self, p: Value, emit: Callable[[Self], None]) -> None:

@@ -6,7 +6,6 @@ from ....expression.blocks import FULL, HIDDEN, PARTIAL
 from ..variant import Arguments
 from .codegen import Code
 from .operands import BYTE, INT, Pointer, Value
-from .products import Panel
 
 
 def in_window(code: Code, low: Pointer, high: Pointer, n: Value | int, j: Value) -> Value:
@@ -24,7 +23,7 @@ def mask_fill(code: Code, s: Value, visible: Value) -> Value:
     return code.select(visible, s, -math.inf)
 
 
-def mask_state(code: Code, a: Arguments, panel: Panel, row_offsets: Pointer, first: Value, count: Value) -> Value:
+def mask_state(code: Code, a: Arguments, row_offsets: Pointer, rows: Value, first: Value, count: Value) -> Value:
     """Whether the bool mask hides a block, `count` keys from `first` on, shows it in part or in full: one pass over its
     bytes, which costs a small part of loading them transposed.
     """
@@ -32,7 +31,7 @@ def mask_state(code: Code, a: Arguments, panel: Panel, row_offsets: Pointer, fir
     mask = a.pointer("mask", BYTE) + first * stride
     some, every = (code.variable(code.splat(code.constant(n, BYTE))) for n in (0, 1))
     full = code.select(stride.equals(1), count // code.lanes * code.lanes, 0)
-    with code.loop(0, panel.rows) as r:
+    with code.loop(0, rows) as r:
         row = mask + row_offsets[r]
         with code.loop(0, full, code.lanes) as j:
             some.set(some.get() | row.vector(j))

@@ -44,7 +44,7 @@ def apply_dropout(
     first_group, end = begin // DROPOUT_KEYS, begin + count
     with code.loop(first_group, (end + (DROPOUT_KEYS - 1)) // DROPOUT_KEYS) as group:
         row = group * DROPOUT_KEYS - begin
-        with code.loop(0, panel.rows, code.lanes) as n:
+        with code.loop(0, panel.vectors * code.lanes, code.lanes) as n:
             zero = code.splat(code.constant(0, INT))
             c0 = code.splat(code.convert(group, INT))
             words = philox(code, [c0, position.vector(n), head.vector(n), zero], key)

@@ -100,8 +100,12 @@ class RowValuesKernel(ForwardKernel):
         emit_scores(code, panel)
         emit_row_values(code, variant.real_dtype, ACCUMULATOR_ROWS)
 
+    def output_place(self, p: Value) -> tuple[Value, Value]:
+        width = self.a.integer("head_dim_v")
+        return p * self.panel.rows * width, self.num_valid(p) * width
+
     def accumulators(self, p: Value) -> Pointer:
-        return self.w.out + p * self.panel.rows * self.a.integer("head_dim_v")
+        return self.w.out + self.output_place(p)[0]
 
     def num_valid(self, p: Value) -> Value:
         return num_valid_rows(self.code, self.panel, self.task, p)

@@ -12,7 +12,7 @@ from .codegen import Code
 from .elementary import LN2, exp2, log2
 from .operands import Pointer, Value
 from .products import Panel
-from .tiles import Task, panel_rows
+from .tiles import Task, num_valid_rows, panel_rows
 
 
 def initialize(code: Code, a: Arguments, variant: Variant, panel: Panel, task: Task, w: Workspace, p: Value) -> None:
@@ -22,7 +22,7 @@ def initialize(code: Code, a: Arguments, variant: Variant, panel: Panel, task: T
     panel.store([code.full()] * panel.vectors, w.l, p)
     with (
         code.if_then(sinks.is_null().equals(0) & task.split.equals(0)),
-        panel_rows(code, a, panel, task, p) as (r, _, h),
+        panel_rows(code, a, panel, task, p, num_valid_rows(code, panel, task, p)) as (r, _, h),
     ):
         at, sink = p * panel.rows + r, sinks[h] * variant.score_unit
         w.m[at], w.l[at] = sink, code.select(sink.equals(-math.inf), code.real(0), 1)

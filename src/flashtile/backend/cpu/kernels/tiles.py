@@ -3,7 +3,7 @@
 The query heads that share a key head are packed: row `r` of a sequence is position `r // groups` of the group's head
 `r % groups`. A task has a few panels of such rows, one key head, and one split of the keys. Tables hold each row's
 address and visible keys, so the code after them does not depend on sequences, heads or layouts. Padding rows at the
-end of a panel are copies of the last row and are never stored.
+end of the vectors in use are copies of the last row and are never stored; vectors without rows are left out.
 """
 
 from collections.abc import Iterator
@@ -35,6 +35,7 @@ class Task(NamedTuple):
     diagonal: Value  # seqlen_k - seqlen_q, plus the call's shift
     first_key: Value  # of this split, inclusive
     last_key: Value  # inclusive
+    tile: Value | None = None  # in forward: the number of the task without its split
 
 
 def find_task(code: Code, a: Arguments, panel: Panel, task_index: Value) -> Task:
@@ -57,7 +58,7 @@ def find_task(code: Code, a: Arguments, panel: Panel, task_index: Value) -> Task
         sequences[b * len(SEQUENCE_FIELDS) + SEQUENCE_FIELDS.index("seqlen_q")] * a.integer("groups") + tile_rows - 1
     ) // tile_rows
     first_row = (tiles - 1 - within % tiles) * tile_rows  # last rows first: under a causal mask they take longest
-    return make_task(code, a, b, within // tiles, split, first_row)
+    return make_task(code, a, b, within // tiles, split, first_row)._replace(tile=task_index)
 
 
 def make_task(code: Code, a: Arguments, b: Value, kv_head: Value, split: Value, first_row: Value) -> Task:
@@ -88,7 +89,9 @@ def fill_row_tables(
     """
     lo, full_lo = code.variable(code.index(UNLIMITED)), code.variable(code.index(0))
     full_hi, hi = code.variable(code.index(UNLIMITED)), code.variable(code.index(0))
-    with panel_rows(code, a, panel, task, p) as (r, i, h):
+    reads_lanes = variant.bias is not None or variant.mask or variant.functions is not None
+    count = rows_in_use if reads_lanes or not variant.decode else num_valid_rows
+    with panel_rows(code, a, panel, task, p, count(code, panel, task, p)) as (r, i, h):
         at = p * panel.rows + r
         token = task.q_first + i
         lse_offset = task.b * a.integer("lse_b") + h * a.integer("lse_h") + token * a.integer("lse_s")
@@ -147,6 +150,15 @@ def num_valid_rows(code: Code, panel: Panel, task: Task, p: Value) -> Value:
     return code.minimum(task.num_rows - task.first_row - p * panel.rows, panel.rows)
 
 
+def rows_in_use(code: Code, panel: Panel, task: Task, p: Value) -> Value:
+    """The rows of the narrowest panel that holds the valid rows of panel `p`: later ones are never read."""
+    num_valid, rows = num_valid_rows(code, panel, task, p), code.index(panel.rows)
+    for narrower in reversed(panel.widths()[:-1]):
+        width = narrower.vectors * code.lanes
+        rows = code.select(num_valid <= width, code.index(width), rows)
+    return rows
+
+
 def packed_row(code: Code, panel: Panel, task: Task, p: Value, r: Value) -> Value:
     return code.minimum(task.first_row + p * panel.rows + r, task.num_rows - 1)
 
@@ -157,15 +169,17 @@ def position_and_head(a: Arguments, task: Task, row: Value) -> tuple[Value, Valu
 
 
 @contextmanager
-def panel_rows(code: Code, a: Arguments, panel: Panel, task: Task, p: Value) -> Iterator[tuple[Value, Value, Value]]:
-    """Loop over the rows of panel `p`: the row's number in the panel, its position and its head. Only the first one is
-    found by a division, which would take longer than all else of a row.
+def panel_rows(
+    code: Code, a: Arguments, panel: Panel, task: Task, p: Value, count: Value
+) -> Iterator[tuple[Value, Value, Value]]:
+    """Loop over the first `count` rows of panel `p`: the row's number in the panel, its position and its head. Only the
+    first one is found by a division, which would take longer than all else of a row.
     """
     first, groups = task.first_row + p * panel.rows, a.integer("groups")
     start, first_head = position_and_head(a, task, first)
     i, h = code.variable(start), code.variable(first_head)
     last_head = task.kv_head * groups + (groups - 1)
-    with code.loop(0, panel.rows) as r:
+    with code.loop(0, count) as r:
         yield r, i.get(), h.get()
         with code.if_then(first + r + 1 < task.num_rows):  # else padding
             is_last = h.get().equals(last_head)
@@ -178,38 +192,40 @@ def load_transposed(
     panel: Panel,
     source: Pointer,
     row_offsets: Pointer,
+    rows: Value,
     count: Value,
     stride: Value,
     dtype: str,
     to: Pointer,
     factor: Value,
 ) -> None:
-    """`to[d, r] = factor * source[row_offsets[r] + d * stride]` for `d < count`: rows become lanes.
+    """`to[d, r] = factor * source[row_offsets[r] + d * stride]` for `d < count` and the first `rows` rows, whole
+    vectors: rows become lanes.
 
     Squares of lanes by lanes are transposed in registers; the remainder, and columns that are not contiguous, are
     loaded one element at a time.
     """
-    kinds = (ADDRESS, ADDRESS, LONG, LONG, ADDRESS, code.real_type)
+    kinds = (ADDRESS, ADDRESS, LONG, LONG, LONG, ADDRESS, code.real_type)
     with code.shared_function(f"load_transposed_{dtype}", *kinds) as args:
         if args:
-            source_, row_offsets_, to_ = code.pointer(args[0]), code.pointer(args[1], LONG), code.pointer(args[4])
-            count_, stride_, factor_ = args[2], args[3], args[5]
+            source_, row_offsets_, to_ = code.pointer(args[0]), code.pointer(args[1], LONG), code.pointer(args[5])
+            rows_, count_, stride_, factor_ = args[2], args[3], args[4], args[6]
             full = code.select(stride_.equals(1), count_ // code.lanes * code.lanes, 0)
-            with code.loop(0, full, code.lanes) as d, code.loop(0, panel.rows, code.lanes) as r:
+            with code.loop(0, full, code.lanes) as d, code.loop(0, rows_, code.lanes) as r:
                 square = [load_vector(code, source_, row_offsets_[r + n] + d, dtype) for n in range(code.lanes)]
                 for n, column in enumerate(transpose(code, square)):
                     to_.store(column * factor_, (d + n) * panel.rows + r)
-            with code.loop(full, count_) as d, code.loop(0, panel.rows) as r:
+            with code.loop(full, count_) as d, code.loop(0, rows_) as r:
                 to_[d * panel.rows + r] = load(code, source_, row_offsets_[r] + d * stride_, dtype) * factor_
-    code.call(f"load_transposed_{dtype}", source, row_offsets, count, stride, to, factor)
+    code.call(f"load_transposed_{dtype}", source, row_offsets, rows, count, stride, to, factor)
 
 
 def copy_rows(
-    code: Code, panel: Panel, source: Pointer, row_offsets: Pointer, count: Value, dtype: str, to: Pointer, width: Value
+    code: Code, source: Pointer, row_offsets: Pointer, rows: Value, count: Value, dtype: str, to: Pointer, width: Value
 ) -> None:
     """`to[r, d] = source[row_offsets[r] + d]` for `d < count`, and 0 from there to `width`."""
     full = count // code.lanes * code.lanes
-    with code.loop(0, panel.rows) as r:
+    with code.loop(0, rows) as r:
         row, at = to + r * width, row_offsets[r]
         with code.loop(0, full, code.lanes) as d:
             row.store(load_vector(code, source, at + d, dtype), d)

@@ -1,0 +1,99 @@
+"""Host code of KV-cache calls: dense caches, of which each sequence has used as many keys as a tensor says."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ...call.cache import CacheCall, append_and_rotate
+from ...call.cache_tensors import CacheTensors
+from ...call.call import Tensors
+from ...call.plan import Plan
+from ..replays import Results
+from . import arguments as args
+from .host_forward import launched_forward, replay_forward
+from .kernels.tiles import SEQUENCE_FIELDS
+from .launch import KernelLaunch
+from .lengths import ROWS_OF_A_READ, chunk, threads_for, used_splits
+from .recording import Recording, recorded
+
+SEQLEN_K = SEQUENCE_FIELDS.index("seqlen_k")
+PLACES = {name: len(Tensors._fields) - 1 + n for n, name in enumerate(CacheTensors._fields)}  # among a call's inputs
+MOST_APPENDED_ALONE = 16  # sequences
+
+
+class CacheReplay(NamedTuple):
+    """A recorded call, which checks the lengths itself, and the launch that any call of its layout repeats."""
+
+    checked_recording: "CacheRecording"
+    launch: KernelLaunch
+
+    def __call__(self, call: CacheCall) -> tuple[Tensor, Tensor]:
+        return replay_forward(self.launch, append_and_rotate(call))
+
+
+class CacheRecording:
+    """The launch of a call with a dense cache and nothing but its lengths, which are read here."""
+
+    def __init__(self, recording: Recording, call: CacheCall, table: Tensor):
+        cache, launch = call.cache, recording.launch
+        self.recording, self.table = recording, table  # of pages, as the kernel reads it
+        self.capacity, self.appended = cache.k_cache.shape[2], 0 if cache.k is None else cache.k.shape[2]
+        width = cache.k_cache.shape[3] + cache.v_cache.shape[3]
+        self.tiles = launch.lengths.tasks
+        self.work_per_key = self.tiles * max(launch.task_rows[1], ROWS_OF_A_READ) * width
+        self.launch = launch._replace(block=args.with_fields(launch.block, {"page_table": table.data_ptr()}))
+
+    def __call__(self, inputs: Results) -> Results | None:
+        """`out` and `lse`; `None` if lengths are not those of a call that this can repeat."""
+        held: list[int] = inputs[PLACES["cache_seqlens"]].tolist()  # type: ignore[union-attr]
+        longest = max(held) + self.appended
+        if min(held) < 0 or longest > self.capacity:
+            return None
+        if self.appended:
+            if len(held) > MOST_APPENDED_ALONE and min(held) < max(held):
+                return None
+            for cache, new in (("k_cache", "k"), ("v_cache", "v")):
+                append(inputs[PLACES[cache]], inputs[PLACES[new]], held)  # type: ignore[arg-type]
+        sequences = self.launch.lengths.table.copy()
+        sequences[:-1, SEQLEN_K] = [n + self.appended for n in held]
+        splits = used_splits(self.launch.splits, self.launch.least_splits, longest)
+        tasks = self.tiles * splits
+        fields = {"sequences": sequences.ctypes.data, "tasks": tasks, "splits": splits, "chunk": chunk(longest, splits)}
+        launch = self.launch._replace(
+            block=args.with_fields(self.launch.block, fields),
+            max_threads=min(tasks, threads_for(self.work_per_key, longest)),
+        )
+        results = self.recording.run(inputs, launch)
+        del sequences  # alive until the kernel returns
+        return results
+
+
+def append(cache: Tensor, new: Tensor, held: Sequence[int]) -> None:
+    """Write new keys behind the `held` ones of each sequence."""
+    count = new.shape[2]
+    if min(held) == max(held):
+        cache.narrow(0, 0, len(held)).narrow(2, held[0], count).copy_(new)
+        return
+    for b, n in enumerate(held):
+        cache.select(0, b).narrow(1, n, count).copy_(new.select(0, b))
+
+
+def record_attend_with_cache(plan: Plan, call: CacheCall) -> tuple[Any, tuple[Tensor, Tensor]]:
+    """As `record_forward`, of the attention that remains once new keys are in the cache."""
+    attention = append_and_rotate(call)
+    launch, tensors, results = launched_forward(plan, attention)
+    if attention.settings.mask_mod is not None:  # whose blocks depend on lengths
+        return None, results
+    table = tensors.pop("page_table", None)
+    recording = recorded(call, launch, tensors, results) if table is not None and is_simple(call) else None
+    if recording is None or table is None:
+        return lambda call: replay_forward(launch, append_and_rotate(call)), results
+    return CacheReplay(CacheRecording(recording, call, table), launch), results
+
+
+def is_simple(call: CacheCall) -> bool:
+    """Whether a call has caches, their lengths, and perhaps new keys as dense as the queries; sequences in order."""
+    cache = call.cache
+    others = cache._replace(k_cache=None, v_cache=None, cache_seqlens=None, k=None, v=None)  # type: ignore[arg-type]
+    return all(x is None for x in others) and call.tensors.cu_seqlens_q is None and call.tensors.q.shape[0] > 0

@@ -1,0 +1,32 @@
+"""Recorded passes of a call, for calls of the same layout. The dispatcher may call a `recording` directly: with tensors
+in the order of the call's inputs, and behind them, in backward, out, lse, dout, dlse and what forward has kept. If the
+values of an index need more than it does, a `checked_recording` returns `None`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..call.call import Call
+
+Results = Sequence[Tensor | None]
+Recording = Callable[[Results], Any]
+
+
+class ForwardReplay(NamedTuple):
+    """A recorded forward pass of a call."""
+
+    recording: Recording
+
+    def __call__(self, call: Call) -> tuple[Tensor, Tensor]:
+        return call.keep(self.recording(call.inputs))
+
+
+class BackwardReplay(NamedTuple):
+    """A recorded backward pass of a call, from out, lse, dout and dlse. Its gradients are flat."""
+
+    recording: Recording
+
+    def __call__(self, call: Call, *rows: Tensor | None) -> Results:
+        return self.recording((*call.inputs, *rows, call.kept))
