@@ -1,6 +1,7 @@
 """The backward pass in one kernel, in Triton's interpreter, against the fp64 oracle."""
 
 import os
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from checking import dense_case, features
 
+from flashtile.backend.gpu.pairs import ALIGN
 from flashtile.backend.triton import configs, host_backward
 from flashtile.backend.triton.tile_config import FusedConfig, KernelConfig
 from flashtile.dispatch import fast_path, planner
@@ -136,3 +138,11 @@ def test_the_rule_takes_few_rows_and_few_keys(sizes: tuple[int, int], walk: str 
     with mock.patch.object(host_backward, "launch_fused", wraps=host_backward.launch_fused) as launched:
         half_case(*sizes).run("triton")
     assert [x.args[1].walk for x in launched.call_args_list] == ([] if walk == "none" else [walk])
+
+
+@pytest.mark.parametrize("tile", ["one tile", "over keys, splits"])
+def test_rows_of_a_bias_without_gradient_are_copied_to_whole_units(tile: str) -> None:
+    rows, keys, config = TILES[tile]
+    case = half_case(rows, keys, bias=torch.randn(1, 2, rows, keys).to(HALF))
+    assert keys % ALIGN > 0
+    assert wrong(replace(case, constant=("bias",)), config) == []
