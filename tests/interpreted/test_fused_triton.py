@@ -9,8 +9,9 @@ import pytest
 import torch
 from checking import dense_case, features
 
+from flashtile.backend.gpu import pairs
 from flashtile.backend.gpu.pairs import ALIGN
-from flashtile.backend.triton import configs, host_backward
+from flashtile.backend.triton import configs, entry, host_backward
 from flashtile.backend.triton.tile_config import FusedConfig, KernelConfig
 from flashtile.dispatch import fast_path, planner
 from flashtile.testing.case import Case
@@ -143,6 +144,12 @@ def test_the_rule_takes_few_rows_and_few_keys(sizes: tuple[int, int], walk: str 
 @pytest.mark.parametrize("tile", ["one tile", "over keys, splits"])
 def test_rows_of_a_bias_without_gradient_are_copied_to_whole_units(tile: str) -> None:
     rows, keys, config = TILES[tile]
-    case = half_case(rows, keys, bias=torch.randn(1, 2, rows, keys).to(HALF))
+    bias = torch.randn(1, 2, rows, keys).to(HALF).expand(2, 2, rows, keys)
     assert keys % ALIGN > 0
-    assert wrong(replace(case, constant=("bias",)), config) == []
+    with (
+        mock.patch.object(entry, "ALIGNED_FROM", 0),
+        mock.patch.object(host_backward, "ALIGNED_FROM", 0),
+        mock.patch.object(pairs, "in_units", wraps=pairs.in_units) as copied,
+    ):
+        assert wrong(replace(half_case(rows, keys, bias=bias), constant=("bias",)), config) == []
+    assert copied.call_count == 2
