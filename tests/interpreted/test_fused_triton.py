@@ -1,6 +1,7 @@
 """The backward pass in one kernel, in Triton's interpreter, against the fp64 oracle."""
 
 import os
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -8,7 +9,9 @@ import pytest
 import torch
 from checking import dense_case, features
 
-from flashtile.backend.triton import configs, host_backward
+from flashtile.backend.gpu import pairs
+from flashtile.backend.gpu.pairs import ALIGN
+from flashtile.backend.triton import configs, entry, host_backward
 from flashtile.backend.triton.tile_config import FusedConfig, KernelConfig
 from flashtile.dispatch import fast_path, planner
 from flashtile.testing.case import Case
@@ -136,3 +139,17 @@ def test_the_rule_takes_few_rows_and_few_keys(sizes: tuple[int, int], walk: str 
     with mock.patch.object(host_backward, "launch_fused", wraps=host_backward.launch_fused) as launched:
         half_case(*sizes).run("triton")
     assert [x.args[1].walk for x in launched.call_args_list] == ([] if walk == "none" else [walk])
+
+
+@pytest.mark.parametrize("tile", ["one tile", "over keys, splits"])
+def test_rows_of_a_bias_without_gradient_are_copied_to_whole_units(tile: str) -> None:
+    rows, keys, config = TILES[tile]
+    bias = torch.randn(1, 2, rows, keys).to(HALF).expand(2, 2, rows, keys)
+    assert keys % ALIGN > 0
+    with (
+        mock.patch.object(entry, "ALIGNED_FROM", 0),
+        mock.patch.object(host_backward, "ALIGNED_FROM", 0),
+        mock.patch.object(pairs, "in_units", wraps=pairs.in_units) as copied,
+    ):
+        assert wrong(replace(half_case(rows, keys, bias=bias), constant=("bias",)), config) == []
+    assert copied.call_count == 2

@@ -21,6 +21,7 @@ LEFT_OUT = {  # kernels that are compiled at first use only
 }
 TINY, FEW, SHORT, MIDDLE, LONG, VERY_LONG = 64, 320, 512, 1024, 8192, 2**17  # lengths with different tiles
 PLAIN: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"causal": True, "window": (4095, 0)})
+UNALIGNED = (1020, 1022, 1023)  # lengths of rows of a bias whose addresses 8, 4 and 2 bytes divide
 FILLING = (64, 64)  # query and key heads: enough tiles for a GPU, so that no keys and no rows are split
 FEW_HEADS = ((2, 2), (8, 8), (8, 1))
 NARROWER = ((40, 40), (88, 88), (104, 104), (176, 176), (224, 224))  # head dimensions that do not fill a kernel's width
@@ -153,6 +154,9 @@ def with_features(dtype: torch.dtype) -> Iterator[StandardCall]:
             yield StandardCall(function, masked, backward=True)
         bias = empty(1, heads, LONG, LONG, dtype=dtype)
         yield StandardCall(function, {**tensors, "causal": True, "bias": bias}, True, ("bias",))
+        for length in UNALIGNED:
+            shorter = dict(zip("qkv", dense(FILLING, length, length, (dim, dim), dtype), strict=True))
+            yield StandardCall(function, {**shorter, "bias": empty(1, 1, length, length, dtype=dtype)}, backward=True)
 
 
 def decoding(dtype: torch.dtype) -> Iterator[StandardCall]:

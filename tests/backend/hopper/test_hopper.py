@@ -132,6 +132,9 @@ def test_auto_defers_to_other_backends() -> None:
         assert support.defers(problem(**filling, features=biased), H200) is None
         for changes_of_filling in ({"features": biased, "seqlen_q": 128}, {"features": biased, "batch": 16}):
             assert "smaller tiles" in str(support.defers(problem(**filling | changes_of_filling), H200))
+            assert support.defers(problem(**filling | changes_of_filling), H200, qkv) is None
+        one_block = problem(**filling | {"features": biased, "seqlen_q": 64})
+        assert "smaller tiles" in str(support.defers(one_block, H200, qkv))
         for needs in (None, qkv):
             assert support.defers(problem(**filling), H200, needs) is None
             assert support.defers(problem(**filling | {"seqlen_k": 77}), H200, needs) is None
@@ -220,7 +223,7 @@ def test_configurations_depend_on_the_keys_per_row() -> None:
     assert chosen("causal", 64, SHORT) is chosen("window", 64, LONG) is ONE_WARPGROUP[64, 64]
     assert chosen("softcap", 64, LONG) is TWO_WARPGROUPS[64, 64]
     assert chosen(BIAS_TILES, 32, SHORT) is ONE_WARPGROUP[32, 32]
-    assert chosen(BIAS_TILES, 64, SHORT) is TWO_WARPGROUPS[64, 64]
+    assert chosen(BIAS_TILES, 64, SHORT) is ONE_WARPGROUP[64, 64]
     assert chosen("full", 128, LONG) is TWO_WARPGROUPS[128, 128]
 
 
@@ -235,6 +238,8 @@ def test_configurations_depend_on_the_keys_per_row() -> None:
         (64, (32, 12, 384, 384), False, (192, 128)),
         (64, (128, 12, 197, 197), False, (64, 64)),
         (64, (64, 12, 32, 257), False, (64, 64)),
+        (64, (1, 16, 577, 577), False, (64, 64)),  # a core has two of three programs
+        (64, (1, 25, 577, 577), False, (64, 64)),
         (64, (8, 10, 4096, 77), False, (192, 64)),
         (64, (16, 12, 1024, 1024), True, (64, 64)),
         (64, (1, 12, 2048, 2048), True, (128, 128)),  # fewer tiles than programs
@@ -303,6 +308,50 @@ def test_padding_without_bits_takes_two_warpgroups() -> None:
     with mock.patch.object(listed, "LEAST_MASK_PAIRS", 0):
         assert forward_tiles(call, three)[0] is three
         assert forward_tiles(call, three.with_splits(2))[0] == two.with_splits(2)
+
+
+def test_biases_with_unaligned_rows_are_copied_where_enough_pairs_share_them() -> None:
+    """Once in each pass, or in backward alone; not of 32 bits, with aligned rows or for kernels without tiles."""
+
+    def copies(bias: torch.Tensor, batch: int = 3, width: int = 64) -> int:
+        q, k = (torch.empty(batch, 2, n, width, dtype=torch.bfloat16) for n in (130, 133))
+        launches = hopper_launches_of(described_call(q, k, k, None, None, {"bias": bias}))
+        return [launch.name for launch in launches].count("align_rows")
+
+    bias = torch.empty(1, 2, 130, 133, dtype=torch.bfloat16)
+    assert copies(bias) == copies(bias, width=128) == 2
+    assert copies(bias, batch=1) == copies(bias.repeat(3, 1, 1, 1)) == 1
+    aligned = torch.empty(1, 2, 130, 136, dtype=torch.bfloat16)[..., :133]
+    assert copies(bias.float()) == copies(aligned) == copies(bias, width=192) == copies(bias[:, :, :1]) == 0
+
+
+def test_warpgroups_that_read_a_bias_have_registers() -> None:
+    def programs(batch: int, rows: int, bias: torch.Tensor | None = None) -> tuple[int, int]:
+        q = torch.empty(batch, 2, rows, 64, dtype=torch.bfloat16, device="meta")
+        given = torch.empty(batch, 2, rows, rows, dtype=torch.bfloat16, device="meta") if bias is None else bias
+        config = forward_tiles(described_call(q, q, q, None, None, {"bias": given}), ONE_WARPGROUP[64, 64])[0]
+        return config.num_warpgroups, config.programs_per_core
+
+    assert programs(1, 136) == (1, 3)  # in tiles
+    assert programs(1, 131) == programs(44, 131) == (1, 2)
+    assert programs(45, 131) == (2, 1)  # too many tiles for two programs of each core
+    assert programs(1, 131, torch.empty(1, 2, 131, 131, device="meta")) == (2, 1)
+
+
+def test_few_heads_of_few_rows_are_left_to_one_kernel_in_backward() -> None:
+    """Where whole waves of heads take less time than tiles of 128 keys: measured on an H100
+    (docs/journal/2026-11-26-forms.md).
+    """
+
+    def left(heads: int, rows: int, keys: int | None = None, **changes: object) -> bool:
+        lengths = {"seqlen_q": rows, "seqlen_k": keys or rows, "num_heads_q": heads, "num_heads_kv": heads}
+        given = problem(**{"head_dim": 64, "head_dim_v": 64, "window": Window(), "batch": 1} | lengths | changes)
+        return support.defers(given, H200, Needs(q=True, k=True, v=True)) is not None
+
+    assert all(left(*shape) for shape in ((128, 256), (256, 144), (264, 197), (1024, 144), (264, 250, 130)))
+    assert not any(left(*shape) for shape in ((192, 256), (1536, 197), (256, 128), (264, 300)))
+    for changes in ({"window": Window(right=0)}, {"num_heads_kv": 64}, {"head_dim": 80}, {"dropout": True}):
+        assert not left(256, 144, **changes)
 
 
 def test_splits_fill_the_device() -> None:

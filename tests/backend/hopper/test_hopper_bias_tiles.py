@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Problem(NamedTuple):
-    """A call with a bias of 16-bit numbers, whose rows are aligned to 16 bytes."""
+    """A call with a bias of 16-bit numbers, whose rows are aligned to 16 bytes if no other is said."""
 
     head_dim: int
     lengths: tuple[int, int]
@@ -42,6 +42,8 @@ PROBLEMS = {
     "of sequences 64": Problem(64, (257, 136), (True, True), (4, 2)),
     "one bias 32": Problem(32, (130, 264), heads=(4, 2)),
     "of nothing 48": Problem(48, (65, 400), (False, False)),
+    "unaligned rows of one bias 64": Problem(64, (70, 133), (False, False), (8, 2)),
+    "unaligned rows of sequences 32": Problem(32, (70, 140), (True, False), (4, 2)),
     "one bias 80": Problem(80, (130, 200)),
     "one bias 96": Problem(96, (130, 200)),
     "one bias 128": Problem(128, (150, 264), (True, False), (4, 1), deterministic=True),
@@ -111,7 +113,7 @@ class Bug(NamedTuple):
     problem: str
 
 
-TILES = "shared/bias_tiles.py"
+TILES, COPY = "shared/bias_tiles.py", "align_rows.py"
 BUGS = (
     Bug("first sequence's bias", TILES, "(sequence, of_head, row, key)", "(0, of_head, row, key)", "of sequences 64"),
     Bug("first head's bias", TILES, "(sequence, of_head, row, key)", "(sequence, 0, row, key)", "one bias 64"),
@@ -121,6 +123,9 @@ BUGS = (
     Bug("loaded before it was read", TILES, "(wraps_of(count, STAGES) & 1) ^ 1)", "wraps_of(count, STAGES) & 1)",
         "one bias 64"),
     Bug("read after the last step", "backward/fused.py", "steps_left > 1, warpgroup", "True, warpgroup", "one bias 64"),
+    Bug("first sequence's rows copied", COPY, "flat_head // num_heads * stride", "0 * stride",
+        "unaligned rows of sequences 32"),
+    Bug("rows copied without space between", COPY, "+ row) * pitch", "+ row) * keys", "unaligned rows of one bias 64"),
     Bug("previous block's bias", "forward/producer.py", "tile, next_key, count, CONFIG)\n            first_key",
         "tile, first_key, count, CONFIG)\n            first_key", "one bias 64"),
 )  # fmt: skip

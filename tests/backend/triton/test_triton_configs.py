@@ -40,6 +40,26 @@ def test_work_between_products_takes_small_tiles_of_forward(changes: dict[str, A
         assert configs.tile(problem(**changes, features=features), H200).forward == KernelConfig(128, 64, 8, 3)
 
 
+def test_float32_takes_small_tiles_where_large_ones_leave_cores_idle() -> None:
+    """Measured on an H100 (docs/journal/2026-11-26-forms.md)."""
+
+    def chosen(heads: int, seqlen: int, width: int = 64, **changes: Any) -> list[tuple[int, int]]:
+        changes |= {"batch": 1, "dtype": torch.float32, "head_dim": width, "head_dim_v": width}
+        plain = replace(problem(), num_heads_q=heads, num_heads_kv=heads, seqlen_q=seqlen, seqlen_k=seqlen, **changes)
+        return [x[:2] for x in configs.tile(plain.bucketed(), H200)[:3]]
+
+    # forward, dk and dv, dq
+    assert chosen(24, 700) == [(64, 64), (64, 64), (64, 64)]
+    assert chosen(12, 700) == [(32, 64), (64, 64), (64, 64)]
+    assert chosen(24, 512) == chosen(160, 1024) == [(128, 64), (64, 64), (128, 64)]
+    assert chosen(32, 100) == [(32, 64), (32, 32), (32, 32)]
+    assert chosen(32, 100, 40) == [(64, 64), (32, 32), (64, 64)]
+    assert chosen(64, 100, 32) == [(64, 64), (32, 64), (64, 64)]
+    assert chosen(64, 256, 32) == [(128, 64), (32, 64), (128, 64)]
+    for others in ({"layout": "varlen"}, {"dropout": True}):
+        assert (32, 64) not in chosen(12, 100, **others)
+
+
 def test_short_sequences_and_large_groups() -> None:
     """One stage where nothing is loaded ahead; groups over 64 heads in one tile where it fits."""
 

@@ -28,6 +28,25 @@ def with_contiguous_keys(recorder: Recorder, call: Call) -> Call:
     return call._replace(tensors=t._replace(bias=bias, mask=mask))
 
 
+def with_aligned_bias(recorder: Recorder, call: Call, longer_than: int) -> Call:
+    """A call with a bias of 16-bit numbers in rows of whole units: a copy, if they are not, of dense calls with more
+    rows and keys. Kernels load units of ALIGN keys; without them, some spill, and take up to seven times as long
+    (docs/journal/2026-11-26-forms.md).
+    """
+    t, bias = call.tensors, call.tensors.bias
+    if call.layout != "dense" or bias is None or t.mask is not None or bias.element_size() != 2:
+        return call
+    if min(bias.shape[2:]) <= longer_than or pair_align(t) == ALIGN:
+        return call
+    return call._replace(tensors=t._replace(bias=recorder.op(in_units, bias)))
+
+
+def in_units(x: Tensor) -> Tensor:
+    """A copy with zeros after the last key, up to whole units. Expanded dimensions stay expanded."""
+    own = x[tuple(slice(1 if stride == 0 else None) for stride in x.stride()[:3])]
+    return torch.nn.functional.pad(own, (0, -x.shape[-1] % ALIGN)).expand(*x.shape[:3], -1)
+
+
 def pair_pointers(t: Tensors) -> dict[str, Tensor | Described | None]:
     """Pointers of bias and mask; of the mask as bytes."""
     return {"bias": t.bias, "mask": None if t.mask is None else Described(t.mask, Tensor.view, torch.uint8)}
@@ -35,14 +54,15 @@ def pair_pointers(t: Tensors) -> dict[str, Tensor | Described | None]:
 
 def pair_align(t: Tensors) -> int:
     """Elements that divide the addresses of all rows and the numbers of keys: the unit of strides."""
-    for x in (t.bias, t.mask):
-        if x is None:
-            continue
-        *strides, _ = (0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
-        keys = 0 if x.shape[-1] == 1 else x.shape[-1]
-        if any(n % ALIGN for n in (*strides, keys)) or x.data_ptr() % ALIGNED_ADDRESS:
-            return 1
-    return ALIGN
+    given = [x for x in (t.bias, t.mask) if x is not None]
+    whole = all(x.shape[-1] == 1 or x.shape[-1] % ALIGN == 0 for x in given)
+    return ALIGN if whole and all(map(has_aligned_rows, given)) else 1
+
+
+def has_aligned_rows(x: Tensor) -> bool:
+    """Whether ALIGN divides the addresses of all rows."""
+    strides = (stride for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1)
+    return all(n % ALIGN == 0 for n in strides) and x.data_ptr() % ALIGNED_ADDRESS == 0
 
 
 def row_align(t: Tensors) -> int:

@@ -18,7 +18,7 @@ from ..gpu.replay import Recorder
 from ..replays import ForwardReplay, Results
 from ..scalars import head_strides, head_terms, rows_last, strides, window_numbers
 from . import float32
-from .bias_tiles import forward_tiles
+from .bias_tiles import FORWARD_SHARE, forward_tiles, with_aligned_rows
 from .block_lists import NO_LISTS, NO_POINTERS, mask_states, row_lists
 from .descriptors import dense_descriptor, pages_descriptor, ragged_descriptor
 from .distance_table import with_distance_table
@@ -56,8 +56,10 @@ def called_forward(plan: Plan, call: Call) -> ForwardConfig | Float32Forward:
     config, recorder = forward_config(plan, call), Recorder(call.inputs, keep=False)
     if config.kind == "float32":
         return config.with_parts(float32.num_parts())
-    tensors = Tensors.from_flat(recorder.inputs)
-    return forward_tiles(with_contiguous_keys(recorder, call._replace(tensors=tensors)), config)[0]
+    call = with_contiguous_keys(recorder, call._replace(tensors=Tensors.from_flat(recorder.inputs)))
+    with replay.collected_launches():
+        call = with_aligned_rows(recorder, call, config, FORWARD_SHARE)
+    return forward_tiles(call, config)[0]
 
 
 def launch_forward(recorder: Recorder, config: ForwardConfig | Float32Forward, call: Call) -> Results:
@@ -73,6 +75,7 @@ def launch_forward(recorder: Recorder, config: ForwardConfig | Float32Forward, c
     if q.numel() == 0:
         return out, lse
     call = with_contiguous_keys(recorder, with_distance_table(recorder, call._replace(tensors=t)))
+    call = with_aligned_rows(recorder, call, config, FORWARD_SHARE)
     config, bias_pointers = forward_tiles(call, config)
     results = (out, lse) if config.splits == 1 else new_results(recorder, q, config)
     packed, paged = t.cu_seqlens_q is not None, t.page_table is not None

@@ -13,7 +13,7 @@ from ..gpu.pointers import Described, Layout, Pointers
 from ..gpu.replay import Recorder, Results
 from ..scalars import strides
 from .backward_launches import WARPS, BackwardLaunches, cores_of
-from .bias_tiles import backward_tiles
+from .bias_tiles import BACKWARD_SHARE, backward_tiles, with_aligned_rows
 from .block_lists import has_lists, key_lists, mask_states
 from .descriptors import dq_accum_descriptor
 from .key_queue import head_splits
@@ -47,6 +47,7 @@ class FusedBackward(BackwardLaunches):
         states: Tensor | None,
     ):
         super().__init__(recorder, with_head_splits(config, call._replace(tensors=t)), call, t, dout)
+        self.call = with_aligned_rows(recorder, self.call, self.config, BACKWARD_SHARE)
         self.mask_states = mask_states(recorder, self.call) if states is None else states
         self.slope_parts: Tensor | None = None
 

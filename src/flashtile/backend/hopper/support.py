@@ -30,11 +30,16 @@ NARROWEST, NARROW = 16, 32
 NARROWEST_FLOAT32 = 64  # up to here, Triton's kernels
 SHORT_FLOAT32 = 64  # rows or keys up to which splitting rows is not worth a launch (counted, not measured)
 SHORT, SHORT_BIASED = 256, 128  # rows; with a bias, which TMA loads here, rows or keys
+SHORT_BIASED_BACKWARD = 64  # the same in backward, where few heads are faster here as well
 MIN_ROWS, MOST_KEYS, MIN_HEADS = 32, 512, 5  # of calls of up to 64 rows that run here; heads for each core
 # Above 64 features: pairs of a head up to which Triton's kernels have a tile for all, and keys of a tile here, of which
 # backward needs one for each core (docs/journal/2026-11-26-backward-queues.md).
 MOST_PAIRS, TILE_KEYS = 64 * 64, 128
 TILE_ROWS = 128
+# Rows and keys of which Triton has a kernel for all gradients of a head, and keys of its steps. Times of a step there,
+# and here of all launches, of a wave of tiles, and of it for each such step (docs/journal/2026-11-26-forms.md).
+WHOLE, STEP_KEYS = range(129, 257), 64
+STEP, LAUNCHES, TILE, TILE_STEP = 6.6, 12.0, 6.0, 1.4
 FEW_KEYS, FEW_TILES = 2048, 4  # tiles of rows for each core
 LISTED = 128  # head dimension up to which backward visits lists of blocks
 # Pairs of a head from which Triton's kernels, with lists of a mask's blocks, need less time for documents than all
@@ -185,6 +190,8 @@ def defers(problem: Problem, device: Device, needs: Needs | None = None) -> str 
         return f"in float32 with up to {SHORT_FLOAT32} rows or keys, kernels that split no rows take fewer launches"
     if is_decoding(problem) and not fills_device(problem, device, needs):
         return "decoding a few rows is faster with keys split among programs"
+    if needs is not None and is_faster_whole(problem, device, needs):
+        return f"up to {WHOLE[-1]} rows and keys of few heads are faster in one kernel for all gradients"
     return None
 
 
@@ -194,12 +201,14 @@ def wants_smaller_tiles(problem: Problem, device: Device, needs: Needs | None) -
     """
     p = problem
     others = p.features._replace(bias=None) != NO_FEATURES or p.dropout or p.score_mod or p.mask_mod
-    rows = (p.fine_lengths or (p.seqlen_q,))[0]
+    rows, shorter = (p.fine_lengths or (p.seqlen_q,))[0], min(p.seqlen_q, p.seqlen_k)
+    few = p.batch * p.num_heads_q * -(-p.seqlen_q // TILE_ROWS) < FEW_TILES * device.cores
     if p.features.bias is None:
         short = needs is not None and rows < SHORT
+    elif needs is None:
+        short = shorter <= SHORT_BIASED
     else:
-        short = min(p.seqlen_q, p.seqlen_k) <= SHORT_BIASED
-    few = p.batch * p.num_heads_q * -(-p.seqlen_q // TILE_ROWS) < FEW_TILES * device.cores
+        short, few = shorter <= SHORT_BIASED_BACKWARD, False
     return p.seqlen_k <= FEW_KEYS and bool(short or few or others or p.layout != "dense")
 
 
@@ -219,6 +228,20 @@ def fills_device(problem: Problem, device: Device, needs: Needs | None) -> bool:
         return single or (wide and several)
     measured = widths(p) in (*ONE_BOX, FUSED[-1])
     return measured and rows >= MIN_ROWS and p.seqlen_k <= MOST_KEYS and heads >= MIN_HEADS * device.cores
+
+
+def is_faster_whole(problem: Problem, device: Device, needs: Needs) -> bool:
+    """Whether Triton's kernel for all gradients of a head, one a core, takes less time than tiles of 128 keys here."""
+    p = problem
+    modified = p.softcap or p.dropout or p.score_mod or p.mask_mod or p.features != NO_FEATURES
+    plain = p.layout == "dense" and not modified and p.window.unlimited and p.num_heads_q == p.num_heads_kv
+    plain = plain and needs.q and needs.k and needs.v
+    _, keys = p.fine_lengths or (p.seqlen_q, p.seqlen_k)
+    if not plain or widths(p) != ONE_BOX[-1] or p.seqlen_q not in WHOLE or p.seqlen_k not in WHOLE:
+        return False
+    heads, steps = p.batch * p.num_heads_q, -(-keys // STEP_KEYS)
+    waves = -(-heads * -(-keys // TILE_ROWS) // device.cores)
+    return -(-heads // device.cores) * steps * STEP < LAUNCHES + waves * (TILE + TILE_STEP * steps)
 
 
 def is_faster_with_lists(problem: Problem) -> bool:

@@ -24,7 +24,7 @@ from .tile_config import (
     TileConfig,
 )
 from .tile_times import TimedConfig, fastest
-from .widths import ONE_BOX, WIDTHS, widths
+from .widths import ONE_BOX, widths
 
 MIN_KEYS_3WG = 1024  # keys per row from which three warpgroups are faster with masks, and in packed calls
 KEYS_1WG = 2048  # keys per row from which programs of one warpgroup, which read keys most often, are slower if packed
@@ -112,6 +112,7 @@ class BiasStages(NamedTuple):
 # By warpgroups and width, where shared memory has room for tiles of 16-bit biases.
 FORWARD_BIAS_STAGES = {
     (1, 32): BiasStages(2, 3, 2),
+    (1, 64): BiasStages(2, 2, 1),
     (2, 32): BiasStages(2, 4, 2),
     (2, 64): BiasStages(2, 3, 2),
     (2, 80): BiasStages(1, 2, 1),
@@ -166,7 +167,8 @@ def warpgroups_with_room(problem: Problem, device: Device, width: tuple[int, int
         return (2,)
     one = () if masked else (1,)
     if problem.features.bias is not None:
-        return (*one, 2) if width == WIDTHS[0] and not other_terms and not problem.dropout else (2,)
+        short = width == ONE_BOX[0] or keys_per_row(problem) < KEYS_1WG
+        return (*one, 2) if width in ONE_BOX and short and not other_terms and not problem.dropout else (2,)
     if other_terms or problem.dropout:
         return (*one, 2) if width in ONE_BOX else (2,)
     if masked:  # with lists, wider ones spill registers

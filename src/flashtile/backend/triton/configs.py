@@ -11,7 +11,7 @@ from ...call.call import NO_FEATURES
 from ...call.device import Device
 from ...call.problem import LONGEST, Problem, power_of_two
 from ..gpu.decoding import is_decoding
-from . import decoding, tuned
+from . import decoding, float32_tiles, tuned
 from .decoding import SHORT
 from .families import MOST_SHARED_MEMORY, has_most, has_pairs, memory_of, misaligned, needs_room, reads_pairs
 from .tile_config import FusedConfig, KernelConfig, TileConfig, WidthConfigs
@@ -60,12 +60,7 @@ SINGLE = {  # float32; exact products have no matrix units, so registers bound t
     ),
 }
 SINGLE_TF32X3 = (  # measured on an H200; wider tiles of float32 have no registers for compensated sums
-    WidthConfigs(
-        64,
-        KernelConfig(128, 64, 8, 1, precision="tf32x3"),
-        KernelConfig(32, 32, 4, 1, precision="tf32x3"),
-        KernelConfig(128, 64, 8, 1, precision="tf32x3"),
-    ),
+    WidthConfigs(64, float32_tiles.LARGE, float32_tiles.DKDV, float32_tiles.LARGE),
     WidthConfigs(
         128,
         KernelConfig(32, 32, 4, 1, precision="tf32x3"),
@@ -74,9 +69,9 @@ SINGLE_TF32X3 = (  # measured on an H200; wider tiles of float32 have no registe
     ),
 )
 SPLIT_DKDV = KernelConfig(64, 64, 4, 1, precision="bf16x6")  # measured on an H100
-SPLIT_DQ = KernelConfig(128, 64, 8, 2, precision="bf16x6")
 TF32_DKDV = KernelConfig(64, 32, 4, 1, precision="tf32x3")  # of one product, measured on an H100
-SPLIT_WIDTH, SPLIT_LENGTH, SPLIT_PAIRS = 64, 256, 2**24
+SPLIT_WIDTH, SPLIT_LENGTH = 64, 256
+SPLIT_PAIRS, SPLIT_PAIRS_NARROW, SPLIT_PAIRS_PACKED = 2**21, 2**23, 2**24  # of dense calls, up to 32 features
 ALIGNED = 16  # bytes of one asynchronous copy
 BIASED = WidthConfigs(  # calls of 16-bit numbers with a bias for each pair, measured on an H200
     32, KernelConfig(64, 64, 4, 3), KernelConfig(32, 128, 4, 3), KernelConfig(128, 32, 4, 3)
@@ -92,7 +87,7 @@ WALKS = (  # 16-bit inputs, measured on an H200; the first that fits
     Walk("keys", 128, 64, 4, 3, programs=2, width=32),
     Walk("rows", 16, 128, 4, 2, programs=4, width=16),
     Walk("rows", 256, 64, 8, 1, programs=1, width=32, longest=256),
-    Walk("keys", 256, 64, 8, 2, programs=1, width=64, longest=256),
+    Walk("keys", 256, 64, 8, 1, programs=1, width=64, longest=256),
 )
 MOST_SPLITS = 16  # of a walk: the last program to finish adds up the sums of all
 MOST_WITH_FEATURES = 64  # rows or keys of a block; a feature of each pair makes larger ones spill (not measured)
@@ -181,6 +176,7 @@ def pass_tiles(problem: Problem, device: Device) -> TileConfig:
     if not needs_room(problem, device):
         tuned_configs = tuned_row(row, problem.dtype, device)
         row = tuned_configs._replace(forward=row.forward) if wants_small(problem, row, device) else tuned_configs
+        row = float32_tiles.filling(row, problem, device) if problem.layout == "dense" else row
     return TileConfig(row.forward, row.dkdv, row.dq)
 
 
@@ -188,7 +184,7 @@ def row_of(problem: Problem, device: Device) -> WidthConfigs:
     if device.type == "cpu":
         return INTERPRETER
     row = fitted(shipped(problem.dtype, max(problem.head_dim, problem.head_dim_v), device), problem, device)
-    return row._replace(dkdv=SPLIT_DKDV, dq=SPLIT_DQ) if splits_rows(problem, row, device) else row
+    return row._replace(dkdv=SPLIT_DKDV, dq=float32_tiles.SPLIT_DQ) if splits_rows(problem, row, device) else row
 
 
 def by_tf32(tile: TileConfig) -> TileConfig:
@@ -206,7 +202,9 @@ def splits_rows(problem: Problem, row: WidthConfigs, device: Device) -> bool:
     pairs = p.batch * p.num_heads_q * p.seqlen_q * p.seqlen_k
     fits = p.layout != "paged" and p.alignment == ALIGNED and not (has_pairs(p) or p.dropout)
     measured = p.dtype is torch.float32 and device.arch == "sm_90" and row.width <= SPLIT_WIDTH
-    return measured and fits and min(p.seqlen_q, p.seqlen_k) >= SPLIT_LENGTH and pairs >= SPLIT_PAIRS
+    narrow = max(p.head_dim, p.head_dim_v) <= float32_tiles.NARROW
+    least = SPLIT_PAIRS_PACKED if p.layout != "dense" else SPLIT_PAIRS_NARROW if narrow else SPLIT_PAIRS
+    return measured and fits and min(p.seqlen_q, p.seqlen_k) >= SPLIT_LENGTH and pairs >= least
 
 
 def shipped(dtype: torch.dtype, width: int, device: Device) -> WidthConfigs:

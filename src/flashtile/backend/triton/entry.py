@@ -14,7 +14,7 @@ from ...call.plan import Plan
 from ..gpu import replay
 from ..gpu.block_lists import block_lists, summary
 from ..gpu.kernel import Kernel
-from ..gpu.pairs import with_contiguous_keys
+from ..gpu.pairs import with_aligned_bias, with_contiguous_keys
 from ..gpu.replay import Recorder
 from ..replays import ForwardReplay, Results
 from ..scalars import lse_strides, rows_last, strides
@@ -26,6 +26,7 @@ from .host_append import append_and_rotate
 from .semaphores import new_semaphores
 
 FORWARD = Kernel(f"{__package__}.kernels.forward", "forward_kernel")
+ALIGNED_FROM = 64  # rows and keys above which copying a bias with unaligned rows pays
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
@@ -49,7 +50,7 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call) -> Results:
     """Record the forward pass of a call whose tensors belong to the recorder; returns `out`, `lse` and, with lists of a
     mask tensor, the states of its blocks.
     """
-    call = with_contiguous_keys(recorder, call)
+    call = with_aligned_bias(recorder, with_contiguous_keys(recorder, call), ALIGNED_FROM)
     t = call.tensors
     q, k, v = (recorder.op(rows_last, x) for x in t[:3])
     lse = args.new_result(recorder, call, q.new_empty(lse_shape(q), dtype=torch.float32), -torch.inf)

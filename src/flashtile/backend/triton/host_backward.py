@@ -9,7 +9,7 @@ from ...call.call import Call, Gradients, Needs, Tensors
 from ...call.plan import Plan
 from ..epilogue import requested_from_rows
 from ..gpu import replay
-from ..gpu.pairs import with_contiguous_keys
+from ..gpu.pairs import with_aligned_bias, with_contiguous_keys
 from ..gpu.replay import Recorder
 from ..replays import BackwardReplay, Results
 from ..scalars import rows_last
@@ -23,6 +23,8 @@ from .gradients import (
 )
 from .host_fused import launch_fused, takes
 from .launches import BackwardLaunches
+
+ALIGNED_FROM = 128  # rows and keys above which copying a bias with unaligned rows pays
 
 
 def backward(
@@ -48,6 +50,8 @@ def launch_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) ->
     out, lse = recorder.op(rows_last, out), recorder.op(Tensor.contiguous, lse)
     dout = recorder.op(no_gradient, out) if dout is None else recorder.op(rows_last, dout)
     call = with_contiguous_keys(recorder, call._replace(tensors=Tensors.from_flat(given)))
+    if not needs.bias:  # whose gradient has its shape
+        call = with_aligned_bias(recorder, call, ALIGNED_FROM)
     t = call.tensors
     tile = called_tile(plan.tile, call)
     launches = BackwardLaunches(recorder, call, dout, mask_states)

@@ -1,0 +1,25 @@
+"""A copy of a bias with aligned rows, which TMA can load."""
+
+import triton.language as tl
+
+from .shared.compat import triton_kernel
+from .shared.padded_rows import stride64
+
+
+@triton_kernel
+def align_rows_kernel(
+    x, aligned, stride_x_b, stride_x_h, stride_x_m, num_heads, rows, keys, pitch, row_tiles, key_tiles,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Store `x [B, H, rows, keys]` in `aligned [B, H, rows, pitch]`, with zeros after the keys. Elements are as many
+    bytes of a row as divide all addresses of `x`. Stores of 16 bytes would leave each thread loads far from its
+    neighbors' ones.
+    """
+    key_tile, program = tl.program_id(0) % key_tiles, tl.program_id(0) // key_tiles
+    row_tile, flat_head = program % row_tiles, (program // row_tiles).to(tl.int64)
+    row = (row_tile * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    key = (key_tile * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    source = x + flat_head // num_heads * stride64(stride_x_b, 1) + flat_head % num_heads * stride64(stride_x_h, 1)
+    exists = row < rows
+    values = tl.load(source + row * stride64(stride_x_m, 1) + key, mask=exists & (key < keys), other=0)
+    tl.store(aligned + (flat_head * rows + row) * pitch + key, values, mask=exists & (key < pitch))
