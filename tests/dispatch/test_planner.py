@@ -96,15 +96,16 @@ def test_an_environment_that_asks_for_no_backend(asked: str, monkeypatch: pytest
 
 
 def test_the_plan_depends_on_the_bucket_alone() -> None:
-    """Lengths, batch and window up to the next power of two, or in dense calls of a few tiles up to a multiple of 32 or
-    64; everything else makes another plan.
+    """Lengths, batch and window up to the next power of two; lengths of dense calls of more than 16 rows up to a
+    multiple of 32, or of the 32nd part of a power of two, few sequences exactly. Everything else makes another plan.
     """
     problem = replace(Problem.describe(dense_call()), seqlen_k=100)
     same = [replace(problem, seqlen_k=n) for n in (65, 101, 128)]
     assert len({id(plan(p, CPU)) for p in (problem, *same)}) == 1
     few = replace(problem, seqlen_q=257, seqlen_k=2049)
-    assert plan(few, CPU) is plan(replace(few, seqlen_q=288, seqlen_k=4096), CPU)
-    for changes in ({"seqlen_q": 289}, {"seqlen_k": 2048}):
+    assert plan(few, CPU) is plan(replace(few, seqlen_q=288, seqlen_k=2112), CPU)
+    assert plan(replace(few, batch=3), CPU) is not plan(replace(few, batch=4), CPU)
+    for changes in ({"seqlen_q": 289}, {"seqlen_k": 2113}):
         assert plan(replace(few, **changes), CPU) is not plan(few, CPU)
     packed = replace(few, layout="varlen")
     assert plan(packed, CPU) is plan(replace(packed, seqlen_q=512), CPU)

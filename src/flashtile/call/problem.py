@@ -12,11 +12,10 @@ from .memory import address
 from .window import Window
 
 OCTET = 8  # keys of a row that share a counter of dropout's random numbers
-SHORT_ROWS = range(17, 2049)  # of calls whose time depends on how their lengths divide into tiles
-FINE = 64  # rows and keys of these calls that one plan serves: a warpgroup's rows on Hopper
-FINER = 32  # the same of lengths up to 8 * FINE
-FEW_ROWS = 16  # up to which a call's time depends on how its heads and sequences divide into cores
-STEPS = 8  # of such a call's batch from one power of two to the next
+FEW_ROWS = 16  # of calls whose time depends on their keys, which grow, and on how heads and sequences divide into cores
+FINE = 32  # rows and keys of other calls that one plan serves at least: their time depends on numbers of tiles
+PARTS = 32  # of a power of two, of which one is rounded to
+STEPS = 8  # of the batch of few rows from one power of two to the next
 LONGEST = 2**30  # for kernels whose positions are 32-bit integers, and sums of two of them must be
 
 
@@ -46,6 +45,14 @@ def rows_of_page(x: torch.Tensor) -> int | None:
     return page // row if row > 0 and page % row == 0 else None
 
 
+class Counts(NamedTuple):
+    """Numbers that tiles are counted by."""
+
+    batch: int
+    rows: int
+    keys: int
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """The meaning of one call. Two calls with equal problems on equal devices run the same way."""
@@ -71,7 +78,7 @@ class Problem:
     deterministic: bool
     alignment: int  # bytes that divide every stride and base address of q, k and v, at most 16
     octet_start: int = 0  # with dropout: the first key's place among the eight that share a counter
-    fine_lengths: tuple[int, int] | None = None  # of a bucket: rows and keys, rounded less than the others
+    fine: Counts | None = None  # of a bucket: rounded less than the others
 
     @classmethod
     def describe(cls, call: Call) -> "Problem":
@@ -123,6 +130,17 @@ class Problem:
         )
 
     @property
+    def counts(self) -> Counts:
+        """The numbers that tiles are counted by, as exact as they are known."""
+        return self.fine or Counts(self.batch, self.seqlen_q, self.seqlen_k)
+
+    @property
+    def counted(self) -> "Problem":
+        """The problem with these numbers."""
+        batch, rows, keys = self.counts
+        return replace(self, batch=batch, seqlen_q=rows, seqlen_k=keys)
+
+    @property
     def untraced(self) -> str | None:
         """Why no kernel can be made of the call's functions; `None` if it can."""
         for name, formula in (("score_mod", self.score_mod), ("mask function", self.mask_mod)):
@@ -132,17 +150,18 @@ class Problem:
 
     def bucketed(self) -> "Problem":
         """The problem with lengths and batch rounded up to a power of two: a plan serves the whole bucket, so that a
-        growing sequence neither replans nor recompiles. In dense calls of a few tiles, `fine_lengths` tell more; with
+        growing sequence neither replans nor recompiles. In dense calls of more than a few rows, `fine` tells more; with
         few rows, the batch is rounded less. A band of earlier or later keys alone keeps its sides: rounded ones may be
         a much narrower band.
         """
         window = self.window._replace(chunk=power_of_two(self.window.chunk))
         if min(window.left or 0, window.right or 0) >= 0:
             window = window._replace(left=power_of_two(window.left), right=power_of_two(window.right))
-        fine = self.layout == "dense" and self.seqlen_q in SHORT_ROWS
+        lengths = fine_length(self.seqlen_q, FINE), fine_length(self.seqlen_k, FINE)
+        is_fine = self.layout == "dense" and self.seqlen_q > FEW_ROWS
         return replace(
             self,
-            fine_lengths=(fine_length(self.seqlen_q), fine_length(self.seqlen_k)) if fine else None,
+            fine=Counts(fine_length(self.batch, 1), *lengths) if is_fine else None,
             batch=fine_batch(self.batch) if self.seqlen_q <= FEW_ROWS else power_of_two(self.batch),
             seqlen_q=power_of_two(self.seqlen_q),
             seqlen_k=power_of_two(self.seqlen_k),
@@ -168,10 +187,10 @@ def power_of_two(n: int | None) -> int | None:
     return n if n is None or n <= 1 else 1 << (n - 1).bit_length()
 
 
-def fine_length(n: int) -> int:
-    """`n` rounded up to a multiple of FINE or FINER, or where that is a small part of it, to a power of two."""
-    step = FINE if n > 8 * FINE else FINER
-    return -(-n // step) * step if n in SHORT_ROWS else power_of_two(n)
+def fine_length(n: int, least: int) -> int:
+    """`n` rounded up to a multiple of one part of the power of two that it is above, or of `least` if that is more."""
+    step = max(least, power_of_two(n) // 2 // PARTS)
+    return -(-n // step) * step
 
 
 def fine_batch(n: int) -> int:

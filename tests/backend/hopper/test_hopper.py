@@ -41,7 +41,7 @@ CHOSEN = (
     (BIAS_TILES, 32, SHORT), ("packed 64", 64, SHORT),
 )  # fmt: skip
 BACKWARD = (("causal", 64, SHORT), ("causal", 80, SHORT), ("packed 96", 96, SHORT), ("packed 128", 128, SHORT))
-LATE_DQ = (("full", 96, 8192), ("causal", 80, 2048), ("causal", 96, 2048))
+LATE_DQ = (("full", 64, 512), ("full", 96, 8192), ("causal", 64, 2048), ("causal", 80, 2048), ("causal", 96, 2048))
 SPLIT_BACKWARD = (("causal", (192, 128), SHORT), ("causal", 160, SHORT), ("packed 256", 256, SHORT))
 BACKWARD_SPILL, FORWARD_SPILL = 150, 4  # most bytes of a thread
 # Outside of inner loops, where `test_overlap_of_forward` accepts none.
@@ -214,17 +214,17 @@ def test_accepts_hopper_only() -> None:
 def test_configurations_depend_on_the_keys_per_row() -> None:
     def chosen(name: str, head_dim: int, seqlen: int, version: tuple[int, int] = tables.NEWEST_3WG) -> object:
         with mock.patch.object(tables, "compiler_version", return_value=version):
-            return support.tile(Problem.describe(call_of_family(name, head_dim, seqlen)), H200).forward
+            return support.tile(Problem.describe(call_of_family(name, head_dim, seqlen)), H200).forward.compiled
 
-    assert chosen("full", 96, LONG, (3, 8)) is TWO_WARPGROUPS[96, 96]
+    assert chosen("full", 96, LONG, (3, 8)) == TWO_WARPGROUPS[96, 96]
     for dim in (80, 96):
-        assert chosen("full", dim, LONG) is THREE_WARPGROUPS[dim, dim]
-        assert chosen("causal", dim, 2048) is chosen("full", dim, SHORT) is TWO_WARPGROUPS[dim, dim]
-    assert chosen("causal", 64, SHORT) is chosen("window", 64, LONG) is ONE_WARPGROUP[64, 64]
-    assert chosen("softcap", 64, LONG) is TWO_WARPGROUPS[64, 64]
-    assert chosen(BIAS_TILES, 32, SHORT) is ONE_WARPGROUP[32, 32]
-    assert chosen(BIAS_TILES, 64, SHORT) is ONE_WARPGROUP[64, 64]
-    assert chosen("full", 128, LONG) is TWO_WARPGROUPS[128, 128]
+        assert chosen("full", dim, LONG) == THREE_WARPGROUPS[dim, dim]
+        assert chosen("causal", dim, 2048) == chosen("full", dim, SHORT) == TWO_WARPGROUPS[dim, dim]
+    assert chosen("causal", 64, SHORT) == chosen("window", 64, LONG) == ONE_WARPGROUP[64, 64]
+    assert chosen("softcap", 64, LONG) == TWO_WARPGROUPS[64, 64]
+    assert chosen(BIAS_TILES, 32, SHORT) == ONE_WARPGROUP[32, 32]
+    assert chosen(BIAS_TILES, 64, SHORT) == ONE_WARPGROUP[64, 64]
+    assert chosen("full", 128, LONG) == TWO_WARPGROUPS[128, 128]
 
 
 @pytest.mark.parametrize(
@@ -371,9 +371,10 @@ def test_splits_fill_the_device() -> None:
 
     assert chosen(512, 50_000)[0] >= 4
     assert chosen(4096, 77)[1] >= 4
-    unevenly = (8192, 8192, False, (7, 7))
-    assert chosen(*unevenly)[0] > 1
-    assert chosen(*unevenly, mask=MaskMod(lambda b, h, i, j: 2 * i >= j))[0] == 1  # splits have no lists
+    unevenly = (8192, 8192, False)
+    assert chosen(*unevenly, (7, 1))[0] > 1
+    assert chosen(*unevenly, (7, 7))[0] == 1  # the last wave alone is split
+    assert chosen(*unevenly, (7, 1), mask=MaskMod(lambda b, h, i, j: 2 * i >= j))[0] == 1  # splits have no lists
     assert chosen(4096, 4096, True, (64, 1))[1] >= 4
     assert chosen(8192, 8192, True, (32, 8)) == chosen(16384, 16384, False, (32, 32)) == (1, 1)
     assert chosen(8192, 8192, True, (32, 8), 128, deterministic=True)[1] == 1

@@ -162,6 +162,24 @@ def test_one_block_of_keys(name: str, row_splits: int, rows: int, keys: int) -> 
     assert ("postprocess_kernel" in launched) == (rows > keys and name != "full 64")
 
 
+@pytest.mark.parametrize(("name", "rows", "divided"), [
+    ("full 128", 385, True), ("full 256", 640, True), ("causal 96", 385, False), ("mask 64", 513, False),
+])  # fmt: skip
+def test_last_wave_of_rows(name: str, rows: int, divided: bool) -> None:
+    """The last tiles of the last head as a call of their own with split keys, if no others are longer."""
+    row_wave = f"{emulated_kernels().__package__}.row_wave"
+    case = replace(replace(VARIANTS[name], seqlen_q=rows, seqlen_k=300).case(2, "cpu"), forward_only=True)
+    with (
+        mock.patch(f"{row_wave}.LEAST_GAIN", -9),
+        mock.patch(f"{row_wave}.fastest", return_value=3),
+        emulated(CORES, 0) as launched,
+        poisoned_allocation(),
+    ):
+        results = case.run("hopper")
+    assert [str(x) for x in compare(results, case, solve(case)) if not x.ok] == []
+    assert launched == ["forward_kernel", "forward_kernel", "combine_kernel"][: 3 if divided else 1]
+
+
 @pytest.mark.parametrize(("name", "head_splits", "row_splits"), [
     ("grouped heads 64", 3, 1), ("deterministic grouped heads 128", 2, 3),
     ("deterministic grouped heads 128", 4, 1), ("slopes and window 96", 4, 1),
@@ -177,8 +195,18 @@ def test_split_heads(name: str, head_splits: int, row_splits: int) -> None:
         assert wrong(case, seed=0) == []
 
 
+@pytest.mark.parametrize(("name", "head_splits"), [
+    ("causal 256", 2), ("grouped heads 160", 4), ("window 192", 2), ("dropout 256", 2),
+])  # fmt: skip
+def test_split_heads_of_wide_kernels(name: str, head_splits: int) -> None:
+    case = replace(VARIANTS[name], heads=(4, 1)).case(hash_of(name), "cpu", AROUND_TILES)
+    with mock.patch.object(splits, "dkdv_head_splits", return_value=head_splits):
+        assert wrong(case, seed=0) == []
+
+
 @pytest.mark.parametrize(("name", "row_splits"), [
     ("full 128", 1), ("full 128", 3), ("causal 80", 1), ("grouped heads 96", 1), ("causal 96", 2), ("causal 128", 1),
+    ("full 64", 1), ("grouped heads 64", 1),
 ])  # fmt: skip
 def test_late_dq(name: str, row_splits: int) -> None:
     """A kernel otherwise chosen for long calls only, also with more rows than keys."""
@@ -187,6 +215,7 @@ def test_late_dq(name: str, row_splits: int) -> None:
     fused = importlib.import_module(f"{package}.kernels.backward.fused")
     with (
         mock.patch.multiple(f"{package}.fused_backward", LATE_DQ_LENGTH=193, LATE_WIDE_LENGTH=193, MANY_BLOCKS=0),
+        mock.patch.object(tables, "LATE_64_LENGTH", 193),
         mock.patch.object(tables, "NEWEST_LATE_DQ", (9, 9)),
         mock.patch.object(splits, "row_splits", return_value=row_splits),
         mock.patch.object(fused, "add_dq", side_effect=fused.add_dq) as add_dq,

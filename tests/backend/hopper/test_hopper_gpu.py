@@ -44,12 +44,15 @@ def test_tiles_of_short_calls(name: str) -> None:
     check_with_tiles(name, tables.SHORT_3WG)
 
 
-@pytest.mark.parametrize("name", ["full 128", "causal 80", "causal 96", "grouped heads 96"])
+@pytest.mark.parametrize(
+    "name", ["full 64", "causal 64", "grouped heads 64", "full 128", "causal 80", "causal 96", "grouped heads 96"]
+)
 def test_late_dq(name: str) -> None:
     """A kernel otherwise chosen for long calls only."""
     fast_path.forget()
+    lengths = mock.patch.object(fused_backward, "LATE_DQ_LENGTH", 129), mock.patch.object(tables, "LATE_64_LENGTH", 129)
     try:
-        with mock.patch.object(fused_backward, "LATE_DQ_LENGTH", 129):
+        with lengths[0], lengths[1]:
             check_random_problems(name)
     finally:
         fast_path.forget()

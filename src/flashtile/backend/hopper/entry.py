@@ -1,5 +1,6 @@
 """Entry points of the Hopper backend: allocate results, describe tensors for TMA, launch kernels."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from ...call.problem import rows_of_page
 from ..gpu import replay
 from ..gpu.kernel import Kernel
 from ..gpu.pairs import with_contiguous_keys
-from ..gpu.pointers import Described
+from ..gpu.pointers import Described, Pointers
 from ..gpu.replay import Recorder
 from ..replays import ForwardReplay, Results
 from ..scalars import head_strides, head_terms, rows_last, strides, window_numbers
@@ -23,6 +24,7 @@ from .block_lists import NO_LISTS, NO_POINTERS, mask_states, row_lists
 from .descriptors import dense_descriptor, pages_descriptor, ragged_descriptor
 from .distance_table import with_distance_table
 from .formulas import launch, units
+from .row_wave import RowWave, row_wave
 from .scheduler_args import query_group, scheduler_args
 from .semaphores import tile_count_semaphore
 from .tile_config import ALIGN, COMBINE_ROWS, MMA_M, Float32Forward, ForwardConfig
@@ -45,10 +47,11 @@ def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
 
 def forward_config(plan: Plan, call: Call) -> ForwardConfig | Float32Forward:
     """The configuration with the number of splits, which the caller may choose where queries are dense."""
-    if plan.tile.forward.kind == "float32":
-        return plan.tile.forward
-    dense = call.tensors.cu_seqlens_q is None
-    return plan.tile.forward.with_splits((call.settings.num_splits or plan.num_splits) if dense else 1)
+    config, num_splits = plan.tile.forward, call.settings.num_splits
+    if config.kind == "float32" or call.tensors.cu_seqlens_q is not None:
+        return config
+    chosen = config if num_splits is None else replace(config, divides_last_wave=False)
+    return chosen.with_splits(num_splits or plan.num_splits)
 
 
 def called_forward(plan: Plan, call: Call) -> ForwardConfig | Float32Forward:
@@ -69,26 +72,50 @@ def launch_forward(recorder: Recorder, config: ForwardConfig | Float32Forward, c
     if config.kind == "float32":
         return float32.launch_forward(recorder, config, call)
     t = Tensors.from_flat(recorder.inputs)
-    q, k, v = (recorder.op(rows_last, x) for x in t[:3])
-    out = recorder.new(new_rows(t.q, q.shape[1], v.shape[-1], q.dtype)) if t.out is None else t.out
-    lse = recorder.new(q.new_empty(lse_shape(q), dtype=torch.float32))
-    if q.numel() == 0:
+    out = recorder.new(new_rows(t.q, t.q.shape[1], t.v.shape[-1], t.q.dtype)) if t.out is None else t.out
+    lse = recorder.new(t.q.new_empty(lse_shape(t.q), dtype=torch.float32))
+    if t.q.numel() == 0:
         return out, lse
     call = with_contiguous_keys(recorder, with_distance_table(recorder, call._replace(tensors=t)))
     call = with_aligned_rows(recorder, call, config, FORWARD_SHARE)
     config, bias_pointers = forward_tiles(call, config)
-    results = (out, lse) if config.splits == 1 else new_results(recorder, q, config)
+    whole = config.splits == 1
+    states = mask_states(recorder, call) if whole else None
+    sizes = config.block_m, config.block_n
+    lists, scalars = row_lists(recorder, call, *sizes, states) if whole else (NO_POINTERS, NO_LISTS)
+    wave = RowWave()
+    if config.divides_last_wave:
+        batch, heads, rows, _ = t.q.shape
+        wave = row_wave(config, batch * heads, rows, t.k.shape[2], describe_device(out.device).cores)
+    launch_tiles(recorder, config, call, (out, lse), lists | bias_pointers, scalars, wave.tiles)
+    if wave.tiles > 0:
+        rest, results = of_last_wave(recorder, call, (out, lse), wave.tiles * config.block_m)
+        launch_tiles(recorder, config.with_splits(wave.splits), rest, results, lists | bias_pointers, scalars)
+    return (out, lse) if states is None else (out, lse, states)
+
+
+def launch_tiles(
+    recorder: Recorder,
+    config: ForwardConfig,
+    call: Call,
+    results: tuple[Tensor, Tensor],
+    more_pointers: Pointers,
+    more_scalars: Any,
+    left_out: int = 0,
+) -> None:
+    """Launch the kernel for all tiles but the last ones, which are left out, and the merge of splits."""
+    t = call.tensors
+    q, k, v = (recorder.op(rows_last, x) for x in t[:3])
     packed, paged = t.cu_seqlens_q is not None, t.page_table is not None
     make_descriptor = ragged_descriptor if packed else dense_descriptor
     describe_keys = pages_descriptor if paged else make_descriptor
+    out, lse = results if config.splits == 1 else new_results(recorder, q, config)
     pointers = {
         "q_desc": Described(q, make_descriptor, (MMA_M, config.head_dim.box)),
         "k_desc": Described(k, describe_keys, config.box_of_keys(config.head_dim)),
         "v_desc": Described(v, describe_keys, config.box_of_keys(config.head_dim_v)),
-        "out_desc": Described(
-            results[0], make_descriptor, (MMA_M, min(config.head_dim_v.box, config.epilogue_columns))
-        ),
-        "lse": results[1],
+        "out_desc": Described(out, make_descriptor, (MMA_M, min(config.head_dim_v.box, config.epilogue_columns))),
+        "lse": lse,
         "tile_count_semaphore": recorder.op(partial(tile_count_semaphore, q.device, packed)),
         **{symbol: recorder.contiguous(x) for symbol, x in head_terms(t).items()},
         "sinks": recorder.contiguous(t.sinks),
@@ -97,16 +124,26 @@ def launch_forward(recorder: Recorder, config: ForwardConfig | Float32Forward, c
         "seqused_k": recorder.contiguous(paged_seqlens(recorder, t) if paged else t.seqused_k),
         "page_table": None if t.page_table is None else recorder.op(rows_last, t.page_table),
     }
-    whole = config.splits == 1
-    states = mask_states(recorder, call) if whole else None
-    sizes = config.block_m, config.block_n
-    lists, scalars = row_lists(recorder, call, *sizes, states) if whole else (NO_POINTERS, NO_LISTS)
-    programs, others = launch_scalars(call, config)
-    others |= page_scalars(t)
-    launch(recorder, call, FORWARD, pointers | lists | bias_pointers, programs, others | scalars)
+    programs, scalars = launch_scalars(call, config, left_out)
+    scalars |= {**page_scalars(t), **more_scalars}
+    launch(recorder, call, FORWARD, {**pointers, **more_pointers}, programs, scalars)
     if config.splits > 1:
-        combine_splits(recorder, config, results, (out, lse))
-    return (out, lse) if states is None else (out, lse, states)
+        combine_splits(recorder, config, (out, lse), results)
+
+
+def of_last_wave(
+    recorder: Recorder, call: Call, results: tuple[Tensor, Tensor], rows: int
+) -> tuple[Call, tuple[Tensor, Tensor]]:
+    """The call that a divided last wave is, of the first rows of the last head, and where its results are."""
+    t = call.tensors
+    q, out, lse = (recorder.op(partial(rows_of_last_head, rows), x) for x in (t.q, *results))
+    k, v = (recorder.op(partial(rows_of_last_head, None), x) for x in (t.k, t.v))
+    return call._replace(tensors=t._replace(q=q, k=k, v=v)), (out, lse)
+
+
+def rows_of_last_head(rows: int | None, x: Tensor) -> Tensor:
+    """The first rows, or all of them, of the last head of `x [B, H, S, ...]`."""
+    return x[-1:, -1:, :rows]
 
 
 def paged_seqlens(recorder: Recorder, t: Tensors) -> Tensor:
@@ -172,11 +209,11 @@ def __getattr__(name: str) -> Any:
     return globals()[name]
 
 
-def launch_scalars(call: Call, config: ForwardConfig) -> tuple[int, dict[str, Any]]:
+def launch_scalars(call: Call, config: ForwardConfig, left_out: int) -> tuple[int, dict[str, Any]]:
     """Number of programs, and the kernel's scalar arguments."""
     t = call.tensors
-    scheduling = scheduler_args(call, config.block_m)
-    scheduling["num_tiles"] *= config.splits
+    scheduling = scheduler_args(call, config.block_m, config.block_n, config.programs_per_core)
+    scheduling["num_tiles"] = (scheduling["num_tiles"] - left_out) * config.splits
     programs = describe_device(t.q.device).cores * config.programs_per_core
     return min(programs, scheduling["num_tiles"]), {
         **scheduling,

@@ -46,7 +46,7 @@ def launch_forward(recorder: Recorder, config: Float32Forward, call: Call) -> Re
         "cu_seqlens_k": recorder.contiguous(t.cu_seqlens_k),
         "seqused_k": recorder.contiguous(t.seqused_k),
     }
-    scheduling = scheduler_args(call._replace(tensors=t), config.block_m)
+    scheduling = scheduler_args(call._replace(tensors=t), config.block_m, config.block_n)
     units = score_units(call)
     scalars = {
         **strides("out", out, ALIGN),

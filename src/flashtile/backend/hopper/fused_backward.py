@@ -60,14 +60,15 @@ class FusedBackward(BackwardLaunches):
 
     @property
     def late_dq(self) -> bool:
-        """Whether warpgroups add dq to zeros, one step late: not in short calls, which setting the zeros costs too
-        much, nor in those of few blocks of keys where the last one has none for the second warpgroup.
+        """Whether warpgroups add dq to zeros, one step late: above 64 features not in short calls, which setting the
+        zeros costs too much, nor in those of few blocks of keys where the last one has none for the second warpgroup.
         """
         config = self.config
         wide = config.head_dim.width == WIDE and not self.call.settings.window.unlimited
         long = min(self.seqlen_q, self.seqlen_k) >= (LATE_WIDE_LENGTH if wide else LATE_DQ_LENGTH)
         alone = 0 < self.seqlen_k % config.block_n <= MMA_M and self.blocks.n_blocks < MANY_BLOCKS
-        return config.late_dq and long and not alone and not (wide and config.splits > 1)
+        fits = long and not alone and not (wide and config.splits > 1)
+        return config.late_dq and (fits or config.keys_in_registers)
 
     def more_workspace(self) -> dict[str, Layout]:
         if self.stores_dq:
@@ -227,6 +228,7 @@ class FusedBackward(BackwardLaunches):
             "ALIGN": ALIGN,
             "BLOCK_M": self.config.block_m,
             "DQ_BOX": self.config.dq_box,
+            "DQ_SHARE": self.config.dq_shares[0].width,
             "num_warps": WARPS,
         }
         pointers = {

@@ -2,18 +2,17 @@
 group, and how many heads take turns, so that rows stay in the L2 cache and programs finish together.
 """
 
-import heapq
 from functools import cache, lru_cache
 from typing import NamedTuple
 
 from ...call.call import Call, Settings
 from ...call.window import row_range
+from .queue_time import ENDS, queue_time
 from .scheduler_args import equal_groups
 from .tile_config import FusedBackwardConfig
 
 L2_BYTES = 48 * 2**20  # of rows and their dq accumulators that stay in the L2 cache
 FEW_PARTS = 8  # of a group of heads, which run at once although their rows do not fit there
-ENDS = 1.5  # time in which a block of keys begins and ends, in blocks of rows
 SHORT_QUEUE = 16  # blocks of keys for each program; in longer queues the end matters less than the L2 cache
 GAIN = 0.96  # of the time, with which more heads at once are worth their room in the L2 cache
 SPLIT_LAUNCHES, SPLIT_BYTES = 4.0, 6e6  # blocks of rows that take as long as the launches, and bytes of dk and dv
@@ -59,12 +58,7 @@ class KeyQueue(NamedTuple):
     @lru_cache(maxsize=1024)  # noqa: B019 - of values
     def time(self, heads_at_once: int) -> float:
         """Time until the last program is done, if none waits for another one."""
-        done = [0.0] * self.programs
-        for first in range(0, self.heads, heads_at_once):
-            for steps in self.steps:
-                for _ in range(min(heads_at_once, self.heads - first)):
-                    heapq.heapreplace(done, done[0] + steps + ENDS)
-        return max(done)
+        return queue_time(self.heads, heads_at_once, self.steps, self.programs)
 
     def least_time(self) -> float:
         """The time with the heads that take turns, or if the queue is long, that of all programs without an end."""

@@ -6,7 +6,7 @@ last half wave is a launch of its own, in which several programs have some of th
 
 from typing import NamedTuple
 
-from .key_queue import ENDS
+from .queue_time import ENDS
 
 LAUNCHES = 6.0  # time of the launches around the wave, in blocks of rows
 GAIN = 0.95  # of the time, for which dk and dv in fp32 and their conversion are worth their memory

@@ -34,7 +34,7 @@ class SplitBackward(BackwardLaunches):
 
     def launch_dq(self) -> Tensor:
         dq = self.new_dq()
-        scheduling = scheduler_args(self.call, self.dq_config.block_m)
+        scheduling = scheduler_args(self.call, self.dq_config.block_m, self.dq_config.block_n)
         scalars = {
             **self.common_scalars(),
             **scheduling,
@@ -50,16 +50,32 @@ class SplitBackward(BackwardLaunches):
         return dq
 
     def launch_dkdv(self) -> tuple[Tensor, Tensor]:
-        dk, dv = self.new_dk_dv()
+        results, parts = self.new_dk_dv(), self.config.head_splits
+        dk, dv = results if parts == 1 else (self.new_parts(x) for x in (self.k, self.v))
         bytes_per_row = (self.q.shape[-1] + self.v.shape[-1]) * self.q.element_size()
         scalars = {
             **self.key_kernel_scalars(bytes_per_row),
             **strides("dk", dk, ALIGN),
             **strides("dv", dv, ALIGN),
+            "head_splits": parts if parts > 1 else None,
             "columns": self.config.head_dim.columns_of(self.k),
             "columns_v": self.config.head_dim_v.columns_of(self.v),
-            "CONFIG": self.config,
+            "CONFIG": self.config.compiled,
         }
         pointers = {**self.input_pointers(self.config.block_m), **self.row_stats_pointers(), "dk": dk, "dv": dv}
         self.launch(DKDV, pointers, self.programs, scalars)
-        return dk, dv
+        if parts > 1:
+            for x, dx in zip((dk, dv), results, strict=True):
+                self.recorder.effect(add_parts, x, dx)
+        return results
+
+    def new_parts(self, x: Tensor) -> Tensor:
+        """Buffer for dk or dv of each part of a group of query heads, `[B, Hk * parts, Sk, D]` in fp32."""
+        batch, heads, seqlen_k, width = x.shape
+        shape = batch, heads * self.config.head_splits, seqlen_k, width
+        return self.recorder.new(x.new_empty(shape, dtype=torch.float32))
+
+
+def add_parts(parts: Tensor, dx: Tensor) -> None:
+    """Add the parts of dk or dv, in their order."""
+    dx.copy_(parts.unflatten(1, (dx.shape[1], -1)).sum(2))

@@ -6,13 +6,10 @@ With few rows or keys, tiles alone leave cores idle, and programs of the backwar
 from ...call.device import Device
 from ...call.problem import Problem
 from .listed import expects_lists
+from .split_times import cdiv, fastest, time
 from .tables import keys_per_row
-from .tile_config import ForwardConfig, FusedBackwardConfig
+from .tile_config import DkdvConfig, ForwardConfig, FusedBackwardConfig
 
-MAX_SPLITS = 32
-TILE_BLOCKS = 2.0  # time of a tile's prologue and epilogue, in blocks of keys
-COMBINE_BLOCKS = 4.0  # time of the launch that merges the splits
-COMBINE_BYTES = 2**22  # of partial results that are merged in the time of a block of keys
 ROW_SPLIT_GAIN = 1.05  # for which programs read other rows at the same time, which the L2 cache may not hold
 MAX_DQ_PARTS = 16
 MAX_CHUNK_ROWS = 2**16  # of a launch, in which programs stay close enough to each other to share the L2 cache
@@ -22,34 +19,18 @@ MIN_UNEVEN_BLOCKS, MAX_UNEVEN_SPLITS = 16, 16  # blocks of rows, and splits of t
 
 
 def num_splits(problem: Problem, device: Device, config: ForwardConfig) -> int:
-    """The number of programs that share the keys of a tile of rows, of dense queries. Where tiles fill the device and
-    have lists of blocks, which parts of tiles have not, it is one.
+    """The number of programs that share the keys of a tile of rows, of dense queries. Where tiles fill the device, it
+    is one with lists of blocks, which parts of tiles have not, and where the last wave alone is divided.
     """
     if problem.layout == "varlen":
         return 1
+    rows = problem.seqlen_q * problem.num_heads_q * problem.batch
     tiles = cdiv(problem.seqlen_q, config.block_m) * problem.num_heads_q * problem.batch
-    if tiles >= device.cores and expects_lists(problem):
+    if tiles >= device.cores and (expects_lists(problem) or config.divides_last_wave):
         return 1
     blocks = cdiv(keys_per_row(problem), config.block_n)
-    rows = problem.seqlen_q * problem.num_heads_q * problem.batch
     bytes_per_split = rows * problem.head_dim_v * 8  # written and read, in fp32
     return fastest(tiles, blocks, bytes_per_split, device.cores)
-
-
-def fastest(tiles: int, blocks: int, bytes_per_split: int, cores: int, slack: float = 1.0) -> int:
-    """The fewest splits that take at most `slack` times the least time.
-
-    That is whole waves of `tiles` with `blocks` steps each, and the sum of the splits' results.
-    """
-
-    def time(splits: int) -> float:
-        tile = cdiv(blocks, splits) + TILE_BLOCKS
-        merging = COMBINE_BLOCKS + splits * bytes_per_split / COMBINE_BYTES if splits > 1 else 0
-        return cdiv(tiles * splits, cores) * tile + merging
-
-    choices = range(1, max(1, min(MAX_SPLITS, blocks)) + 1)
-    limit = slack * min(map(time, choices))
-    return next(splits for splits in choices if time(splits) <= limit)
 
 
 def dq_parts(problem: Problem, device: Device, config: FusedBackwardConfig) -> int:
@@ -75,6 +56,21 @@ def head_splits(problem: Problem, device: Device, config: FusedBackwardConfig) -
     return next(even, 1 if uneven(problem, device, config, group, NEARLY_EVEN) else group)
 
 
+def dkdv_head_splits(problem: Problem, device: Device, config: DkdvConfig) -> int:
+    """As `head_splits`, for the kernel of dk and dv alone; also where full tiles do not fill the device evenly."""
+    group = problem.num_heads_q // problem.num_heads_kv
+    if problem.layout != "dense" or group == 1:
+        return 1
+    choices = [n for n in range(1, group + 1) if group % n == 0]
+    if not problem.window.unlimited:
+        return next((n for n in choices if not uneven(problem, device, config, n, NEARLY_EVEN)), group)
+    keys = problem.seqlen_k * problem.num_heads_kv * problem.batch
+    tiles = cdiv(problem.seqlen_k, config.block_n) * problem.num_heads_kv * problem.batch
+    blocks = cdiv(problem.seqlen_q, config.block_m) * group
+    bytes_per_split = keys * (problem.head_dim + problem.head_dim_v) * 8
+    return min(choices, key=lambda n: time(n, tiles, blocks, bytes_per_split, device.cores))
+
+
 def row_splits(problem: Problem, device: Device, config: FusedBackwardConfig) -> int:
     """The number of programs that share the rows of a block of keys."""
     if problem.layout != "dense":
@@ -91,7 +87,9 @@ def row_splits(problem: Problem, device: Device, config: FusedBackwardConfig) ->
     return fastest(tiles, blocks, bytes_per_split, device.cores, ROW_SPLIT_GAIN)
 
 
-def uneven(problem: Problem, device: Device, config: FusedBackwardConfig, head_splits: int, limit: float) -> bool:
+def uneven(
+    problem: Problem, device: Device, config: FusedBackwardConfig | DkdvConfig, head_splits: int, limit: float
+) -> bool:
     """Whether the longest tile of a diagonal or window takes longer than `limit` times all of them on all cores."""
     m_blocks = cdiv(problem.seqlen_q, config.block_m)
     longest = min(m_blocks, cdiv(rows_per_key(problem) * 2, config.block_m))
@@ -111,7 +109,3 @@ def row_chunks(problem: Problem, config: FusedBackwardConfig) -> int:
 def rows_per_key(problem: Problem) -> int:
     """Approximate number of rows that see a key."""
     return max(1, problem.seqlen_q * keys_per_row(problem) // max(problem.seqlen_k, 1))
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)

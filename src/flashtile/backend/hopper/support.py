@@ -201,7 +201,7 @@ def wants_smaller_tiles(problem: Problem, device: Device, needs: Needs | None) -
     """
     p = problem
     others = p.features._replace(bias=None) != NO_FEATURES or p.dropout or p.score_mod or p.mask_mod
-    rows, shorter = (p.fine_lengths or (p.seqlen_q,))[0], min(p.seqlen_q, p.seqlen_k)
+    rows, shorter = p.counts.rows, min(p.seqlen_q, p.seqlen_k)
     few = p.batch * p.num_heads_q * -(-p.seqlen_q // TILE_ROWS) < FEW_TILES * device.cores
     if p.features.bias is None:
         short = needs is not None and rows < SHORT
@@ -220,7 +220,7 @@ def fills_device(problem: Problem, device: Device, needs: Needs | None) -> bool:
     modified = p.softcap or p.dropout or p.score_mod or p.mask_mod or p.features != NO_FEATURES
     if modified or p.layout != "dense" or p.num_heads_q != p.num_heads_kv:
         return False
-    heads, rows = p.batch * p.num_heads_q, (p.fine_lengths or (p.seqlen_q,))[0]
+    heads, rows = p.batch * p.num_heads_q, p.counts.rows
     if needs is not None:
         wide = widths(p) in FUSED and widths(p) not in ONE_BOX
         several = p.seqlen_q * p.seqlen_k > MOST_PAIRS and heads * -(-p.seqlen_k // TILE_KEYS) >= device.cores
@@ -236,10 +236,10 @@ def is_faster_whole(problem: Problem, device: Device, needs: Needs) -> bool:
     modified = p.softcap or p.dropout or p.score_mod or p.mask_mod or p.features != NO_FEATURES
     plain = p.layout == "dense" and not modified and p.window.unlimited and p.num_heads_q == p.num_heads_kv
     plain = plain and needs.q and needs.k and needs.v
-    _, keys = p.fine_lengths or (p.seqlen_q, p.seqlen_k)
+    keys = p.counts.keys
     if not plain or widths(p) != ONE_BOX[-1] or p.seqlen_q not in WHOLE or p.seqlen_k not in WHOLE:
         return False
-    heads, steps = p.batch * p.num_heads_q, -(-keys // STEP_KEYS)
+    heads, steps = p.counts.batch * p.num_heads_q, -(-keys // STEP_KEYS)
     waves = -(-heads * -(-keys // TILE_ROWS) // device.cores)
     return -(-heads // device.cores) * steps * STEP < LAUNCHES + waves * (TILE + TILE_STEP * steps)
 
@@ -256,17 +256,22 @@ def is_faster_with_lists(problem: Problem) -> bool:
 
 def tile(problem: Problem, device: Device) -> "TileConfig":
     """Kernel configurations for the problem."""
-    from . import float32_tables, splits, tables  # not needed by `import flashtile`
+    from . import float32_tables, row_wave, splits, tables  # not needed by `import flashtile`
 
     if problem.dtype is torch.float32:
         return float32_tables.tile_config(problem)
     config = tables.tile_config(problem, device)
+    if row_wave.is_divisible(problem):
+        config = config._replace(forward=replace(config.forward, divides_last_wave=True))
+    counted = problem.counted
     if config.backward.kind == "split":
-        return config
-    backward = replace(config.backward, head_splits=splits.head_splits(problem, device, config.backward))
-    backward = replace(backward, row_splits=splits.row_splits(problem, device, backward))
-    backward = replace(backward, row_chunks=splits.row_chunks(problem, backward))
-    return config._replace(backward=replace(backward, dq_parts=splits.dq_parts(problem, device, backward)))
+        dkdv = config.backward.dkdv
+        dkdv = replace(dkdv, head_splits=splits.dkdv_head_splits(counted, device, dkdv))
+        return config._replace(backward=replace(config.backward, dkdv=dkdv))
+    backward = replace(config.backward, head_splits=splits.head_splits(counted, device, config.backward))
+    backward = replace(backward, row_splits=splits.row_splits(counted, device, backward))
+    backward = replace(backward, row_chunks=splits.row_chunks(counted, backward))
+    return config._replace(backward=replace(backward, dq_parts=splits.dq_parts(counted, device, backward)))
 
 
 def tiles(plan: Plan, call: Call, needs: Needs | None) -> dict[str, Any]:
@@ -292,4 +297,4 @@ def num_splits(problem: Problem, device: Device) -> int:
     from . import splits
 
     forward = tile(problem, device).forward
-    return 1 if forward.kind == "float32" else splits.num_splits(problem, device, forward)
+    return 1 if forward.kind == "float32" else splits.num_splits(problem.counted, device, forward)

@@ -88,7 +88,7 @@ TIMED = {
     (96, 96): (TimedConfig(TWO_WARPGROUPS[96, 96]), TimedConfig(THREE_WARPGROUPS[96, 96], 0.91)),
     (128, 128): (
         TimedConfig(TWO_WARPGROUPS[128, 128]),
-        TimedConfig(SHORT_3WG[128, 128]),
+        TimedConfig(SHORT_3WG[128, 128], long=0.965),
         TimedConfig(ONE_WARPGROUP[128, 128], 1.5, 200),
     ),
 }
@@ -99,6 +99,11 @@ FUSED_BACKWARD = {
     96: FusedBackwardConfig(D96, 64, 2, 240, 24, early_half_exps=False),
     128: FusedBackwardConfig(D128, 64, 2, 240, 24, early_half_exps=False),
 }
+
+
+# Blocks of 64 rows leave registers for late dq and for the keys: from 512 rows and keys on up to 10% faster.
+LATE_64 = FusedBackwardConfig(D64, 64, 3, 240, 24, early_half_exps=True, late_dq=True, keys_in_registers=True)
+LATE_64_LENGTH, LATE_64_RATIO = 512, 4
 
 
 class BiasStages(NamedTuple):
@@ -209,6 +214,8 @@ def backward_config(
     min_rows = IN_ORDER_MIN_ROWS_64 if width in ONE_BOX else IN_ORDER_MIN_ROWS
     long = problem.seqlen_q >= min_rows and problem.seqlen_k >= IN_ORDER_MIN_KEYS
     late_dq = not problem.deterministic and may_add_late(problem, device, width)
+    if late_dq and width == (64, 64):
+        return replace(LATE_64, lpt=limited)
     in_order = problem.deterministic or (long and not late_dq and not limited and problem.mask_mod is None)
     # Blocks in lists differ in length by the mask. Last keys first, each of them begins with its own diagonal, and none
     # waits for the first one to store its dq.
@@ -218,11 +225,14 @@ def backward_config(
 
 def may_add_late(problem: Problem, device: Device, width: tuple[int, int]) -> bool:
     """Whether warpgroups may add dq themselves, one step late, if the call is long: in plain calls at widths whose
-    products leave registers, at 128 few.
+    products leave registers, at 128 few. At 64 features, whether they do.
     """
+    _, rows, keys = problem.counts
     plain = problem.features == NO_FEATURES and not (problem.softcap or problem.dropout or problem.score_mod)
     few_registers = width == (128, 128) and (compiler_version(device.arch) or NEWEST_LATE_DQ) > NEWEST_LATE_DQ
-    fits = width not in ONE_BOX and problem.window in (UNLIMITED, Window(right=0)) and not few_registers
+    fits = width != WIDTHS[0] and problem.window in (UNLIMITED, Window(right=0)) and not few_registers
+    if width == (64, 64):  # measured there; of few rows, many programs would add to the same sums
+        fits = fits and min(rows, keys) >= LATE_64_LENGTH and max(rows, keys) <= LATE_64_RATIO * min(rows, keys)
     return problem.layout == "dense" and plain and not is_masked(problem) and fits
 
 

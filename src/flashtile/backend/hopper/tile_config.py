@@ -86,6 +86,7 @@ class ForwardConfig(Constexpr):
     q_stages: int = 2  # for each warpgroup; a single one is reloaded during its tile's last step
     speculative_exps: int = 16  # of a thread, computed before a step's maximum is known
     splits: int = 1  # of the keys of a tile; more than one write fp32 results that `combine` merges
+    divides_last_wave: bool = False  # splits the keys of the last tiles alone, if it saves time (`row_wave`)
     programs_per_core: int = 1
     score_mod: Any = None  # device functions (`formulas.ScoreModFunctions`), set for a launch
     pair_align: int = 1  # elements that divide the strides of bias and mask, set for a launch
@@ -141,11 +142,14 @@ class ForwardConfig(Constexpr):
     @property
     def compiled(self) -> "ForwardConfig":
         """The part that a kernel is compiled for: a number of splits is an argument."""
-        return replace(self, splits=1)
+        return replace(self, splits=1, divides_last_wave=False)
 
     def with_splits(self, splits: int) -> "ForwardConfig":
         """The same kernel with split keys. Columns of fp32 take twice the staging memory."""
-        return self if splits == 1 else replace(self, splits=splits, epilogue_columns=self.epilogue_columns // 2)
+        if splits == 1:
+            return self
+        columns = self.epilogue_columns // 2
+        return replace(self, splits=splits, divides_last_wave=False, epilogue_columns=columns)
 
     def __str__(self) -> str:
         pages = f", pages in parts of {self.page_rows} keys" if self.page_rows else ""
@@ -196,6 +200,9 @@ class FusedBackwardConfig(Constexpr):
     producer_registers: int
     early_half_exps: bool  # compute half of a block's exponentials one product earlier
     late_dq: bool = False  # compute dq one step later, and add it in any order (`kernels.backward.late_dq`)
+    keys_in_registers: bool = (
+        False  # k and v are left operands in registers, which products read from shared memory else
+    )
     lpt: bool = False  # longest processing time first (`kernels.backward.tile_scheduler`)
     in_order: bool = False  # accumulate dq in a fixed order (`kernels.backward.dq_writer`)
     dq_parts: int = 1  # accumulators of dq that blocks of keys share; `postprocess` adds them
@@ -238,6 +245,8 @@ class FusedBackwardConfig(Constexpr):
         width, chunks = self.head_dim.width, self.head_dim.chunks
         if self.block_m > MMA_M:
             return DqShare(0, 0, width, 0), DqShare(MMA_M, 0, width, 0)
+        if width == DQ_COLUMNS:
+            return DqShare(0, 0, width // 2, 0), DqShare(0, width // 2, width // 2, 0)
         return DqShare(0, 0, DQ_COLUMNS, 0), DqShare(0, DQ_COLUMNS, width - DQ_COLUMNS, len(chunks) - 1)
 
     @property
@@ -285,12 +294,21 @@ class DkdvConfig(Constexpr):
     lpt: bool = True  # programs never wait for each other
     in_order: bool = False
     dq_parts: int = 1
-    head_splits: int = 1
-    splits: int = 1
+    head_splits: int = 1  # programs that share the query heads of a block of keys
     consumer_registers: int = 240
     producer_registers: int = 24
     score_mod: Any = None
     pair_align: int = 1
+
+    @property
+    def splits(self) -> int:
+        """Programs that share a block of keys."""
+        return self.head_splits
+
+    @property
+    def compiled(self) -> "DkdvConfig":
+        """The part that a kernel is compiled for: a number of splits is an argument."""
+        return replace(self, head_splits=1)
 
 
 @dataclass(frozen=True)
@@ -348,7 +366,8 @@ class SplitBackwardConfig(Constexpr):
 
     def __str__(self) -> str:
         dq, dkdv = self.dq, self.dkdv
-        return f"dq {dq.block_m} rows x {dq.block_n} keys, dk and dv {dkdv.block_n} keys x {dkdv.block_m} rows"
+        shared = f" in {dkdv.head_splits} parts of the heads" if dkdv.head_splits > 1 else ""
+        return f"dq {dq.block_m} rows x {dq.block_n} keys, dk and dv {dkdv.block_n} keys x {dkdv.block_m} rows{shared}"
 
 
 class TileConfig(NamedTuple):

@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 from ...call.device import Device
 from ...call.problem import Problem
+from .row_wave import is_divisible, row_wave
 from .tile_config import MMA_M, ForwardConfig
 
 MIN_SPLIT_KEYS = 2048  # from which programs share the keys of few rows
 COUNTED = 64  # tiles of a head; of more, every second, third, ...
+LONG_KEYS = 2**14  # without a window, from which calls run at the power limit
 MASKED = 0.55  # of a pair in a block at an edge of the window, besides its time
 IDLE = 0.5  # of a step, besides the share of warpgroups that have rows
 ALONE, SHARED = 1.4, 0.3  # of a tile of several programs a core with few tiles: of it, and of each tile
@@ -25,6 +27,7 @@ class TimedConfig(NamedTuple):
     config: ForwardConfig
     pair: float = 1.0
     ends: float = 256  # of each row: what a tile takes besides its pairs
+    long: float = 1.0  # of the pairs of calls that run at the power limit: of more energy or less for each
 
 
 class KeyBlocks(NamedTuple):
@@ -41,9 +44,9 @@ def fastest(problem: Problem, device: Device, candidates: Iterable[TimedConfig])
 
 def time(problem: Problem, device: Device, timed: TimedConfig) -> float:
     """Time of the busiest core, also for pairs past the last row and key. Splits of many keys fill the device."""
-    config, (rows, keys) = timed.config, problem.fine_lengths or (problem.seqlen_q, problem.seqlen_k)
+    config, (batch, rows, keys) = timed.config, problem.counts
     blocks = -(-rows // config.block_m)
-    tiles = blocks * problem.num_heads_q * problem.batch / device.cores
+    tiles = blocks * problem.num_heads_q * batch / device.cores
     times = [
         tile_time(problem, timed, n * config.block_m, rows, keys) for n in range(blocks - 1, -1, -blocks // COUNTED)
     ]
@@ -55,8 +58,10 @@ def time(problem: Problem, device: Device, timed: TimedConfig) -> float:
     elif tiles < 1 and keys >= MIN_SPLIT_KEYS:
         busiest = total
     else:  # tiles are nearly alike, and the last ones leave cores idle
-        busiest = min(waves(count, config) * longest, total + min(times))
-    return max(busiest, BYTES / PAIRS[config.head_dim.width] * bytes_per_core(problem, device, rows, keys))
+        wave = row_wave(config, problem.num_heads_q * batch, rows, keys, device.cores)
+        saved = wave.saved if is_divisible(problem) else 0.0
+        busiest = min((waves(count, config) - saved) * longest, total + min(times))
+    return max(busiest, BYTES / PAIRS[config.head_dim.width] * bytes_per_core(problem, device))
 
 
 def tile_time(problem: Problem, timed: TimedConfig, first: int, rows: int, keys: int) -> float:
@@ -65,7 +70,8 @@ def tile_time(problem: Problem, timed: TimedConfig, first: int, rows: int, keys:
     blocks = key_blocks(problem, config, first, rows, keys)
     active = min(config.num_warpgroups, -(-(rows - first) // MMA_M)) if config.skips_steps else config.num_warpgroups
     share = IDLE + (1 - IDLE) * active / config.num_warpgroups  # of all steps but the first
-    pairs = config.block_n * ((1 + (blocks.visited - 1) * share) * timed.pair + blocks.masked * MASKED)
+    pair = timed.pair * (timed.long if problem.window.unlimited and keys >= LONG_KEYS else 1)
+    pairs = config.block_n * ((1 + (blocks.visited - 1) * share) * pair + blocks.masked * MASKED)
     loads = REQUEST / PAIRS[config.head_dim.width] * tile_requests(problem, config, blocks.visited)
     return max(config.block_m * pairs, loads) + config.block_m * timed.ends
 
@@ -109,8 +115,9 @@ def key_blocks(problem: Problem, config: ForwardConfig, first: int, rows: int, k
     return KeyBlocks(visited, max(0, visited - max(0, full_hi - max(lo, full_lo))))
 
 
-def bytes_per_core(problem: Problem, device: Device, rows: int, keys: int) -> float:
+def bytes_per_core(problem: Problem, device: Device) -> float:
     """Bytes of q, k, v and the results."""
+    batch, rows, keys = problem.counts
     elements = problem.num_heads_q * rows + problem.num_heads_kv * keys
     width = problem.head_dim + problem.head_dim_v
-    return problem.batch * elements * width * problem.dtype.itemsize / device.cores
+    return batch * elements * width * problem.dtype.itemsize / device.cores

@@ -52,7 +52,7 @@ def fastest(config: KernelConfig, kernel: str, problem: Problem, device: Device)
 
 def time(config: KernelConfig, problem: Problem, device: Device) -> float:
     """Time of the busiest core."""
-    rows, heads = (problem.fine_lengths or (problem.seqlen_q,))[0], problem.batch * problem.num_heads_q
+    rows, heads = problem.counts.rows, problem.counts.batch * problem.num_heads_q
     programs = -(-heads * -(-rows // config.block_m) // device.cores)
     times = TIMES[config.block_m]
     return programs // 2 * times.two + programs % 2 * times.alone

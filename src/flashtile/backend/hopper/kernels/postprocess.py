@@ -14,7 +14,7 @@ NUM_WARPGROUPS = tl.constexpr(tile_config.NUM_WARPGROUPS)  # of a block of rows,
 def postprocess_kernel(
     dq_accum, dq_semaphore, dq, cu_seqlens_q,
     stride_dq_b, stride_dq_h, stride_dq_m, num_tiles, num_heads, seqlen_q, batch, scale, columns, dq_parts,
-    HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, DQ_BOX: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, DQ_BOX: tl.constexpr, DQ_SHARE: tl.constexpr,
 ):  # fmt: skip
     """dq from its accumulators, added in their order. A dq semaphore of 0 means that nothing was written."""
     block, flat_head = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
@@ -27,7 +27,7 @@ def postprocess_kernel(
         dq_i = accumulated(dq_accum, dq_semaphore, program, offset, HEAD_DIM.width)
         for part in range(1, dq_parts):
             dq_i += accumulated(dq_accum, dq_semaphore, program + part * stride_part, offset, HEAD_DIM.width)
-        dq_i = unswizzled(dq_i, BLOCK_M, HEAD_DIM.chunks[c], DQ_BOX)
+        dq_i = unswizzled(dq_i, BLOCK_M, HEAD_DIM.chunks[c], DQ_BOX, DQ_SHARE)
         x = dq + b * stride64(stride_dq_b, ALIGN) + head * stride64(stride_dq_h, ALIGN)
         offset = row[:, None] * stride64(stride_dq_m, ALIGN) + feature
         tl.store(x + offset, (dq_i * scale).to(dq.dtype.element_ty), mask=feature_mask(exists, feature, columns, ALIGN))
@@ -46,14 +46,17 @@ def accumulated(dq_accum, dq_semaphore, block, offset, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def unswizzled(x, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, DQ_BOX: tl.constexpr):
-    """Undo `swizzle.swizzled` in each block of 64 rows and 64 columns, or fewer where a chunk has no more."""
+def unswizzled(x, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, DQ_BOX: tl.constexpr, DQ_SHARE: tl.constexpr):
+    """Undo `swizzle.swizzled` in each block of 64 rows and of a share's columns, or fewer where a chunk has no more."""
     R: tl.constexpr = BLOCK_M // 64
-    COLUMNS: tl.constexpr = min(WIDTH, 64)
+    COLUMNS: tl.constexpr = min(WIDTH, DQ_SHARE)
     C: tl.constexpr = WIDTH // COLUMNS
     if DQ_BOX == 16:
         r_w_g2_h_g0_c_j2_t_j1_e = tl.reshape(x, [R, 4, 4, 2, 2, C, COLUMNS // 16, 4, 2, 2])
         x = tl.permute(r_w_g2_h_g0_c_j2_t_j1_e, [0, 1, 3, 2, 4, 5, 6, 8, 7, 9])
         return tl.reshape(x, [BLOCK_M, WIDTH])
+    if COLUMNS == 32:
+        r_w_g2_j2_h_c_g0_t_j1_e = tl.reshape(x, [R, 4, 4, 2, 2, C, 2, 4, 2, 2])
+        return tl.reshape(tl.permute(r_w_g2_j2_h_c_g0_t_j1_e, [0, 1, 4, 2, 6, 5, 3, 8, 7, 9]), [BLOCK_M, WIDTH])
     r_w_g2_j2_c_h_g0_t_j1_e = tl.reshape(x, [R, 4, 4, COLUMNS // 16, C, 2, 2, 4, 2, 2])
     return tl.reshape(tl.permute(r_w_g2_j2_c_h_g0_t_j1_e, [0, 1, 5, 2, 6, 4, 3, 8, 7, 9]), [BLOCK_M, WIDTH])

@@ -50,7 +50,7 @@ from ..shared.scores import ScoreParams
 from ..shared.tile_scheduler import SeqlenInfo, TileQueue, make_tile_queue
 from .dq_share import DS_BARRIER, DS_STAGES, compute_dq_alone, start_dq, store_dq
 from .dq_writer import DQ_COLUMNS, NUM_WARPGROUPS, DqPipeline, DqWriter, dq_writer_warp
-from .late_dq import LATE_DS_STAGES, add_dq, announce_ds, start_late_dq
+from .late_dq import LATE_DS_STAGES, SECOND_DS_BARRIER, add_dq, announce_ds, start_late_dq
 from .producer import BackwardDescriptors, BackwardPipelines, backward_producer_warp, make_row_pipeline
 from .scores import begin_probabilities, block_coord, finish_probabilities, load_block, with_bias
 from .slopes import SlopeGradient, add_slope_gradient
@@ -121,7 +121,10 @@ def backward_kernel(
     K_BARRIER: gl.constexpr = FIRST_BARRIER + CONFIG.stages
     V_BARRIER: gl.constexpr = K_BARRIER + NUM_WARPGROUPS
     DQ_BARRIER: gl.constexpr = V_BARRIER + NUM_WARPGROUPS
-    gl.static_assert(DQ_BARRIER + NUM_WARPGROUPS <= DS_BARRIER)
+    if CONFIG.late_dq:
+        gl.static_assert(V_BARRIER + NUM_WARPGROUPS <= SECOND_DS_BARRIER)
+    else:
+        gl.static_assert(DQ_BARRIER + NUM_WARPGROUPS <= DS_BARRIER)
     descs = BackwardDescriptors(q_desc, k_desc, v_desc, dout_desc, neg_lse_log2_desc, neg_delta_desc, bias_desc)
     pipelines = BackwardPipelines(
         make_row_pipeline(descs, NamedBarriers(FIRST_BARRIER, PIPELINE_THREADS), CONFIG),
@@ -266,9 +269,10 @@ def compute_tile(
     thread_barrier()
     m, group_head = first_m_block(tile, CONFIG.lpt), 0
     steps = group * (tile.hi - tile.lo)
+    k_own, v_own = load_own(k, warpgroup, CONFIG), load_own(v, warpgroup, CONFIG)
     s = zeros
     if steps > 0:
-        s = warpgroup_mma_wait(0, deps=(start_qk(rows, k, count, zeros, warpgroup, CONFIG),))
+        s = warpgroup_mma_wait(0, deps=(start_qk(rows, k, k_own, count, zeros, warpgroup, CONFIG),))
     entry = first_entry(lists, tile)
     row_block = block_at(lists, m, entry)
     partial = partial_of(lists, entry)
@@ -294,8 +298,7 @@ def compute_tile(
         dp = zeros
         if dropout.seed is None:
             dp = rows.neg_delta.index(stage_of(count, STAGES)).load(s_layout).broadcast_to([MMA_M, BLOCK_M])
-        v_j = stage_chunks(v, opaque(warpgroup), NUM_WARPGROUPS, HEAD_DIM)
-        dp = gemm_nt(v_j, dout_i, dp, ACCUMULATE=dropout.seed is None)
+        dp = gemm_nt(own_chunks(v, v_own, warpgroup, CONFIG), dout_i, dp, ACCUMULATE=dropout.seed is None)
         if LATE_DQ:
             dq = start_late_dq(outputs.ds, k, count - 1, steps_left < steps, warpgroup, CONFIG)
         p, score = finish_probabilities(partial_p, rows, count, block, loaded, params, CONFIG)
@@ -340,7 +343,7 @@ def compute_tile(
                 add_dq(outputs.dq_accum, last_row, dq, warpgroup, CONFIG)
         # The next block's scores; after the last block its own again, unused.
         next_count = gl.where(steps_left > 1, count + 1, count)
-        s = start_qk(rows, k, next_count, zeros, warpgroup, CONFIG)
+        s = start_qk(rows, k, k_own, next_count, zeros, warpgroup, CONFIG)
         if LATE_DQ and ADD_FIRST:
             dv = gemm_wait(dv, CHUNKS)
         dk = gemm_rs(dk, ds, q_i)
@@ -414,12 +417,37 @@ def stages_of_ds(CONFIG):
 
 
 @gluon.jit
-def start_qk(rows, k, count, zeros, warpgroup: gl.constexpr, CONFIG: gl.constexpr):
+def load_own(keys, warpgroup: gl.constexpr, CONFIG: gl.constexpr):
+    """The warpgroup's 64 keys or values as a left operand in registers, if they are held there. Products of 64 rows
+    would read them from shared memory as often as the rows.
+    """
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.block_m, 16])
+    chunks = ()
+    if CONFIG.keys_in_registers:
+        smem = stage_chunks(keys, opaque(warpgroup), NUM_WARPGROUPS, HEAD_DIM)
+        for c in gl.static_range(len(smem)):
+            chunks = chunks + (smem[c].load(gl.DotOperandLayout(0, layout, 2)),)
+    return chunks
+
+
+@gluon.jit
+def own_chunks(keys, loaded, warpgroup: gl.constexpr, CONFIG: gl.constexpr):
+    """The warpgroup's keys or values as a left operand."""
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    if CONFIG.keys_in_registers:
+        return loaded
+    else:
+        return stage_chunks(keys, opaque(warpgroup), NUM_WARPGROUPS, HEAD_DIM)
+
+
+@gluon.jit
+def start_qk(rows, k, k_own, count, zeros, warpgroup: gl.constexpr, CONFIG: gl.constexpr):
     """Issue `k @ q^T [MMA_M, BLOCK_M]` with block of rows number `count`."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     consumer_wait(rows.q, count, CONFIG.stages)
     q_i = stage_chunks(rows.q, count, CONFIG.stages, HEAD_DIM)
-    return gemm_nt(stage_chunks(k, opaque(warpgroup), NUM_WARPGROUPS, HEAD_DIM), q_i, zeros)
+    return gemm_nt(own_chunks(k, k_own, warpgroup, CONFIG), q_i, zeros)
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ from .dq_share import CONSUMER_THREADS, DS_BARRIER, NUM_WARPGROUPS, issue_dq
 
 LATE_DS_STAGES = gl.constexpr(4)  # a power of two; a warpgroup stores ds while the other one reads that of two blocks
 # One barrier for ds of even blocks and one for odd ones, of each warpgroup. Two partitions fewer leave two to us.
-FIRST_DS_BARRIER, SECOND_DS_BARRIER = gl.constexpr(FIRST_BARRIER - 2), gl.constexpr(DS_BARRIER - 2)
+FIRST_DS_BARRIER, SECOND_DS_BARRIER = gl.constexpr(FIRST_BARRIER - 2), gl.constexpr(DS_BARRIER - 1)
 
 
 @gluon.jit

@@ -66,6 +66,7 @@ class DkdvContext(NamedTuple):
     """Arguments of both consumer warpgroups."""
 
     pipelines: BackwardPipelines
+    splits: TileSplits
     weights: DsWeights
     group: gl.tensor
     bounds: MaskBounds
@@ -78,8 +79,8 @@ class DkdvContext(NamedTuple):
 def dkdv_kernel(
     q_desc, k_desc, v_desc, dout_desc, neg_lse_log2_desc, neg_delta_desc, dk, dv, slopes, tile_count_semaphore,
     cu_seqlens_q, cu_seqlens_k, seqused_k, stride_dk_b, stride_dk_h, stride_dk_m, stride_dv_b, stride_dv_h, stride_dv_m,
-    stride_slopes_b, num_tiles, num_blocks, total_heads, l2_swizzle, num_heads_k, group, padded_rows, batch,
-    seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left,
+    stride_slopes_b, num_tiles, num_blocks, total_heads, l2_swizzle, num_heads_k, head_splits, group, padded_rows,
+    batch, seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left,
     factor, multiplier, softcap, scale, columns, columns_v,
     bias, mask, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_mask_b, stride_mask_h,
     stride_mask_m, stride_mask_n, pair_rows,
@@ -110,7 +111,7 @@ def dkdv_kernel(
     fence_async_shared()
 
     lists = BlockLists(None, None, None, None, None, None)
-    splits = TileSplits(None, None, LastWave(None, None))
+    splits = TileSplits(head_splits, None, LastWave(None, None))
     scheduler = KeyTileScheduler(
         num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads_k, group, padded_rows, diagonal,
         splits, RowChunk(None, None), lists,
@@ -126,7 +127,7 @@ def dkdv_kernel(
     )
     params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch, inputs, pairs)
     dropout = Dropout(seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale)
-    context = DkdvContext(pipelines, weights, group, bounds, params, dropout, queue)
+    context = DkdvContext(pipelines, splits, weights, group, bounds, params, dropout, queue)
     dk_output = OutputTensor(dk, stride_dk_b, stride_dk_h, stride_dk_m, columns)
     dv_output = OutputTensor(dv, stride_dv_b, stride_dv_h, stride_dv_m, columns_v)
     gl.warp_specialize(
@@ -197,7 +198,8 @@ def dv_warpgroup(context, output, CONFIG: gl.constexpr):
             m, group_head = next_m_block(m, group_head, tile, context.group, CONFIG.lpt)
         consumer_release(k.empty, tile_count, 1)
         store_accumulators(
-            output, dv, dv_scale, tile.b, tile.head_k, tile.token_k, tile.first_key, tile.seqlen_k, HEAD_DIM_V
+            output, dv, dv_scale, tile.b, tile.head_k, first_token(tile, context.splits), tile.first_key, tile.seqlen_k,
+            HEAD_DIM_V,
         )  # fmt: skip
         tile_count += 1
         tile = pop_key_tile(context.queue, tile_count)
@@ -249,10 +251,20 @@ def dk_warpgroup(context, output, scale, CONFIG: gl.constexpr):
             m, group_head = next_m_block(m, group_head, tile, context.group, CONFIG.lpt)
         consumer_release(v.empty, tile_count, 1)
         store_accumulators(
-            output, dk, scale, tile.b, tile.head_k, tile.token_k, tile.first_key, tile.seqlen_k, HEAD_DIM
+            output, dk, scale, tile.b, tile.head_k, first_token(tile, context.splits), tile.first_key, tile.seqlen_k,
+            HEAD_DIM,
         )  # fmt: skip
         tile_count += 1
         tile = pop_key_tile(context.queue, tile_count)
+
+
+@gluon.jit
+def first_token(tile, splits):
+    """The token of key 0; 0 if dense."""
+    if splits.heads is None:
+        return tile.token_k
+    else:
+        return tile.token_k * 0
 
 
 @gluon.jit
