@@ -230,7 +230,7 @@ def may_add_late(problem: Problem, device: Device, width: tuple[int, int]) -> bo
     _, rows, keys = problem.counts
     plain = problem.features == NO_FEATURES and not (problem.softcap or problem.dropout or problem.score_mod)
     few_registers = width == (128, 128) and (compiler_version(device.arch) or NEWEST_LATE_DQ) > NEWEST_LATE_DQ
-    fits = width != WIDTHS[0] and problem.window in (UNLIMITED, Window(right=0)) and not few_registers
+    fits = width != ONE_BOX[0] and problem.window in (UNLIMITED, Window(right=0)) and not few_registers
     if width == (64, 64):  # measured there; of few rows, many programs would add to the same sums
         fits = fits and min(rows, keys) >= LATE_64_LENGTH and max(rows, keys) <= LATE_64_RATIO * min(rows, keys)
     return problem.layout == "dense" and plain and not is_masked(problem) and fits
