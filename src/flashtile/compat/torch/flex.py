@@ -41,8 +41,8 @@ def flex_attention(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention with the arguments of `torch.nn.attention.flex_attention.flex_attention` of PyTorch 2.13.
 
-    It needs no `torch.compile`. Inside of a compiled function, `score_mod` has to be a `flashtile.ScoreMod` and
-    `block_mask` a `flashtile.BlockMask` or `flashtile.MaskMod`, made outside of it.
+    It needs no `torch.compile`. Inside of a compiled function it runs between two graphs, unless `score_mod` is a
+    `flashtile.ScoreMod` and `block_mask` a `flashtile.BlockMask` or `flashtile.MaskMod`, made outside of the function.
 
     Args:
         query: `[B, Hq, L, E]`.
