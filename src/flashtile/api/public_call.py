@@ -33,6 +33,7 @@ def public_call(function: Callable[..., Request]) -> Callable[..., Any]:
     modes cost each operation and each property of a tensor a call in Python, three times the function's own.
     """
     name = function.__name__
+    function.__annotations__["return"] = "Tensor | tuple[Tensor, Tensor]"  # which `help` shows
 
     def result_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call, return_lse, out, direct, run = function(*args, **kwargs)
