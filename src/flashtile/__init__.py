@@ -1,5 +1,7 @@
 """flashtile: exact attention for PyTorch, forward and backward, in O(S) memory, with nothing to compile."""
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from . import supported as _supported  # noqa: F401 - says no before anything newer is read
 
 # isort: split
@@ -39,3 +41,14 @@ __all__ = [
 def __dir__() -> list[str]:
     """Public names alone: what is imported to define them is not."""
     return [*__all__, "__version__"]
+
+
+if not _TYPE_CHECKING:  # or else checkers would take every name
+
+    def __getattr__(name: str):
+        """A subpackage at its first use, so that `import flashtile` is enough for `flashtile.nn.Attention`."""
+        if name in ("compat", "distributed", "integrations", "nn"):
+            from importlib import import_module
+
+            return import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

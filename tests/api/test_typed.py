@@ -28,6 +28,7 @@ def test_the_user_program_runs() -> None:
         found, lse = function()
         assert found == shape
         assert lse.dim() == len(shape) - 1
+    assert program.named_as_elsewhere() == [(1, 4, 2, 8), (1, 4, 2, 8), (1, 2, 4)]
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,7 @@ def test_checkers_and_python_see_the_same_keywords(function: Any, keywords: Any)
     kinds = inspect.signature(function).parameters.values()
     named = {x.name for x in kinds if x.kind is inspect.Parameter.KEYWORD_ONLY}
     types = get_type_hints(function)
+    assert types["return"] == torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # as `help` shows it
     assert get_type_hints(keywords) == {name: types[name] for name in named - {"return_lse"}}
 
 

@@ -3,7 +3,12 @@
 import torch
 from flash_formula import gradients, leaves, randn
 
-from flashtile.compat.flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
+from flashtile.compat.flash_attn.bert_padding import (
+    index_first_axis,
+    index_put_first_axis,
+    pad_input,
+    unpad_input,
+)
 
 MASK = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 1]])
 
@@ -38,3 +43,6 @@ def test_rows() -> None:
     indices = torch.tensor([4, 0, 4])
     assert torch.equal(index_first_axis(x, indices), x[indices])
     assert torch.equal(index_first_axis(x, indices.int()), x[indices])
+    back = index_put_first_axis(x[:2], torch.tensor([3, 1]), 5)
+    assert torch.equal(back[[3, 1]], x[:2])
+    assert not back[[0, 2, 4]].any()

@@ -8,6 +8,7 @@ import torch
 from flash_formula import assert_gradients_agree, assert_same, formula, leaves, randn
 from torch import Tensor
 
+from flashtile.compat import flash_attn_3, flash_attn_4
 from flashtile.compat.flash_attn import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
@@ -44,6 +45,19 @@ def test_results_and_gradients(settings: dict[str, Any], dropout_p: float) -> No
     reference, reference_lse = packed_formula(*theirs, CU_Q, CU_K, mask if dropout_p else None, **settings)
     assert_same((lse, reference_lse))
     assert_gradients_agree((out, mine), (reference, theirs))
+
+
+def test_longest_sequence_as_a_tensor() -> None:
+    """`lengths.max()` without `.item()`, as transformers passes it."""
+    x = randn(8, HKV, D)
+    q, longest = x.repeat(1, 2, 1), CU_Q.diff().max()
+    for function in (flash_attn_varlen_func, flash_attn_3.flash_attn_varlen_func, flash_attn_4.flash_attn_varlen_func):
+        arguments = {"cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_Q}
+        out, expected = (
+            function(q, x, x, **arguments, max_seqlen_q=n, max_seqlen_k=n, causal=True) for n in (longest, 5)
+        )
+        out, expected = (x[0] if isinstance(x, tuple) else x for x in (out, expected))
+        assert torch.equal(out, expected)
 
 
 def test_weights_of_sequences() -> None:

@@ -128,6 +128,14 @@ def test_largest_scores_in_a_graph() -> None:
         compiled(*inputs())
 
 
+def test_compiled() -> None:
+    """As programs write it for PyTorch: the function compiled, and functions and lists as they are."""
+    tensors, settings = inputs(), {"score_mod": SCORES["relative"], "block_mask": created(MASKS["document"])}
+    expected = flex_attention(*tensors, **settings)
+    with torch.compiler.set_stance("default"):
+        assert torch.equal(torch.compile(flex_attention, backend="eager")(*tensors, **settings), expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_largest_scores_as_pytorch_has_them() -> None:

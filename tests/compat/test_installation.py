@@ -38,6 +38,10 @@ with flashtile.compat.install():
     assert flash_attn.__version__ == "2.8.3" and flash_attn.__spec__.name == flash_attn.__name__ == "flash_attn"
     assert flash_attn_func is source.flash_attn_func
     assert importlib.util.find_spec("flash_attn.bert_padding").parent == "flash_attn"
+    try:
+        from flash_attn.layers.rotary import RotaryEmbedding
+    except ImportError as error:  # it says whose module it is
+        assert "flashtile" in str(error), error
     assert importlib.util.find_spec("flash_attn.cute") is importlib.util.find_spec("flash_attn_2_cuda") is None
     assert source.__spec__.name == "flashtile.compat.flash_attn"
 after = state()

@@ -83,7 +83,7 @@ def test_sdpa_declines() -> None:
     q, k = randn(2, H, L, E), randn(2, 2, S, E)
     with pytest.raises(ArgumentError, match="`attn_mask`"):
         scaled_dot_product_attention(q, q, q, MASK, is_causal=True)
-    with pytest.raises(ArgumentError, match="`enable_gqa`"):
+    with pytest.raises(ArgumentError, match=r"`enable_gqa`(?s:.)*enable_gqa=True\)$"):
         scaled_dot_product_attention(q, k, k)
     with pytest.raises(ArgumentError, match="`query`"):
         scaled_dot_product_attention(q[0, 0, 0], k, k)
@@ -120,7 +120,7 @@ def test_varlen(window_size: tuple[int, int]) -> None:
 
 def test_varlen_declines() -> None:
     q, k = randn(8, H, E), randn(8, 2, E)
-    with pytest.raises(ArgumentError, match="`enable_gqa`"):
+    with pytest.raises(ArgumentError, match=r"`enable_gqa`(?s:.)*enable_gqa=True\)$"):
         varlen_attn(q, k, k, CU_Q, CU_Q, 5, 5)
     with pytest.raises(ArgumentError, match="`num_splits`"):
         varlen_attn(q, q, q, CU_Q, CU_Q, 5, 5, num_splits=0)

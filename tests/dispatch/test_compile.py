@@ -8,7 +8,7 @@ import torch
 from checking import offsets
 from torch import Tensor
 from torch._C._dynamo import eval_frame
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import flashtile
@@ -150,6 +150,25 @@ def test_bare_functions_say_what_to_write(told: str, function: dict[str, Any]) -
 
     with pytest.raises((ArgumentError, torch._dynamo.exc.Unsupported), match=told):
         torch.compile(call, fullgraph=True, backend="eager")(*dense_leaves())
+
+
+def test_bare_functions_run_between_graphs() -> None:
+    """Made anew for each call, with other numbers, and with a gradient for what they read. Only the first compiles."""
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def block(x: Tensor, w: Tensor, factor: float) -> Tensor:
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return score * w[h] + factor * (i - j)
+
+        q, k, v = (x * n for n in (1, 2, 3))
+        return flashtile.attention(q, k, v, score_mod=score_mod, mask=lambda b, h, i, j: j <= i + factor) * 4
+
+    compiled = torch.compile(block, backend=counter)
+    for factor in (1.0, 2.0, 3.0, 4.0, 5.0):
+        leaves = [leaf(B, HQ, SQ, D), leaf(HQ, seed=3)]
+        found, expected = (results(lambda *x, f=f: f(*x, factor), *leaves) for f in (compiled, block))  # noqa: B023
+        assert_same(found, expected)
+        assert counter.frame_count <= 4  # before and after, for the first number and for all others
 
 
 def test_lengths_that_change_compile_once_more() -> None:

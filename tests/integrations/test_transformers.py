@@ -1,6 +1,7 @@
 """`"tile_attention"` in models of transformers against their own `"eager"`: outputs and gradients."""
 
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -37,6 +38,23 @@ def test_packed_sequences(name: str) -> None:
     """Position ids that begin again begin another sequence."""
     positions = torch.cat([torch.arange(n) for n in (3, 8, 2)])[None]
     compare(tiny(name), lambda out: out.logits, input_ids=tokens(1, 13), position_ids=positions, use_cache=False)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_packed_sequences_by_offsets(name: str) -> None:
+    """As a data collator makes them for FlashAttention, in a model that makes a cache."""
+    model, ids, lengths = tiny(name).eval(), tokens(1, 13), (3, 8, 2)
+    model.set_attn_implementation("tile_attention")
+    offsets = torch.tensor([0, 3, 11, 13], dtype=torch.int32)
+    packed: dict[str, Any] = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 8, "max_length_k": 8}
+    packed["position_ids"] = torch.cat([torch.arange(n) for n in lengths])[None]
+    expected = torch.cat([model(part).logits for part in ids.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(model(ids, **packed).logits, expected)
+    dense = torch.ones(13, 13).tril().bool()[None, None]  # as a compiled model has it
+    if name == "llama":
+        torch.testing.assert_close(model(ids, attention_mask=dense, **packed).logits, expected)
+        numbers = torch.zeros(1, 1, 13, 13).masked_fill(~dense, -torch.inf)
+        torch.testing.assert_close(model(ids, attention_mask=numbers, **packed).logits, expected)
 
 
 @pytest.mark.usefixtures("no_dense_mask")

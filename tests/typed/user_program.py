@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import flashtile
+from flashtile.compat.flash_attn import flash_attn_func, flash_attn_with_kvcache
 
 
 def shapes(with_lse: bool) -> list[torch.Size]:
@@ -43,6 +44,13 @@ def cached() -> tuple[torch.Size, Tensor]:
     lengths = torch.tensor([4], dtype=torch.int32)
     _, lse = flashtile.attention_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, return_lse=True)
     return flashtile.attention_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, num_splits=2).shape, lse
+
+
+def named_as_elsewhere() -> list[torch.Size]:
+    """Results of other libraries' names are untyped where a flag decides what they are."""
+    q, k, v = (torch.randn(1, 4, 2, 8) for _ in range(3))
+    with_lse = flash_attn_with_kvcache(q, k, v, return_softmax_lse=True)
+    return [(flash_attn_func(q, k, v) + 1).shape, flash_attn_with_kvcache(q, k, v).shape, with_lse[1].shape]
 
 
 def refused(q: Tensor, k: Tensor, v: Tensor) -> None:

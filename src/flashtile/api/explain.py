@@ -14,6 +14,7 @@ from ..call.features import DENSE, VARLEN
 from ..call.plan import Plan
 from ..call.problem import Problem
 from ..call.window import visible_pairs
+from ..call.words import in_words
 from ..dispatch.launches import launches_of, tiles_of
 from ..dispatch.planner import plan
 from ..errors import BackendError
@@ -224,28 +225,6 @@ def pairs_of(call: Call, problem: Problem) -> int:
         lengths = [(problem.seqlen_q, problem.seqlen_k)] * problem.batch
     counted = {pair: visible_pairs(window, *pair) for pair in set(lengths)}
     return problem.num_heads_q * sum(counted[pair] for pair in lengths)
-
-
-def in_words(problem: Problem) -> str:
-    p = problem
-    dtype = str(p.dtype).removeprefix("torch.")
-    heads = f"{p.num_heads_q}/{p.num_heads_kv}" if p.num_heads_q != p.num_heads_kv else f"{p.num_heads_q}"
-    dim = f"{p.head_dim}/{p.head_dim_v}" if p.head_dim != p.head_dim_v else f"{p.head_dim}"
-    features = [name for name in ("softcap", "dropout", "deterministic", "seqused_q") if getattr(p, name)]
-    present = {name: x for name, x in p.features._asdict().items() if x is not None}
-    features += [name if x is True else f"{name} with broadcast {x}" for name, x in present.items()]
-    if p.score_mod is not None:
-        features.append("score_mod " + "; ".join(str(p.score_mod).splitlines()))
-    if p.mask_mod is not None:
-        features.append("mask " + "; ".join(str(p.mask_mod).splitlines()))
-    if p.window.chunk is not None:
-        features.append(f"chunks of {p.window.chunk}")
-    if not p.window._replace(chunk=None).unlimited:
-        features.append(f"window ({p.window.left}, {p.window.right}){' top-left causal' * p.window.top_left}")
-    return (
-        f"{p.layout} {dtype}, batch {p.batch}, heads {heads}, seqlen {p.seqlen_q} x {p.seqlen_k}, head_dim {dim}"
-        + "".join(f", {feature}" for feature in features)
-    )
 
 
 def rest_in_words(backward: Plan) -> dict[str, str]:

@@ -129,7 +129,8 @@ def same_place(function: str, q: Tensor, tensors: dict[str, Any]) -> None:
             accepted = "a strided tensor; for sequences of different lengths, flashtile.attention_varlen"
             raise ArgumentError(argument, x, accepted, call_of(function))
         if x.device != device:
-            raise ArgumentError(argument, x, f"a tensor on the device of q, {device}", call_of(function))
+            accepted = f"a tensor on the device of q, {device}, as {argument}.to(q.device) is"
+            raise ArgumentError(argument, x, accepted, call_of(function))
 
 
 def in_autocast_dtype(tensors: dict[str, Any], cast: tuple[str, ...]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from ..call.eager import PLAIN, only_default_devices
 from ..dispatch import repeated
 from ..dispatch.autograd import attend
 from .out import filled
+from .outside_graph import breaks_graph, run_outside
 
 
 class Request(NamedTuple):
@@ -32,6 +33,7 @@ def public_call(function: Callable[..., Request]) -> Callable[..., Any]:
     modes cost each operation and each property of a tensor a call in Python, three times the function's own.
     """
     name = function.__name__
+    function.__annotations__["return"] = "Tensor | tuple[Tensor, Tensor]"  # which `help` shows
 
     def result_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call, return_lse, out, direct, run = function(*args, **kwargs)
@@ -45,6 +47,8 @@ def public_call(function: Callable[..., Request]) -> Callable[..., Any]:
     @functools.wraps(function)
     def public(*args: Any, **kwargs: Any) -> Any:
         compiling = torch.compiler.is_compiling()
+        if compiling and breaks_graph(kwargs.get("score_mod"), kwargs.get("mask")):
+            return run_outside(public, args, kwargs)
         modes = not compiling and private_torch.len_torch_function_stack() > 0
         if not compiling and not modes:
             result = repeated.run_repeated(name, args, kwargs)

@@ -54,7 +54,11 @@ def refuse(function: str, more: Sequence[Any], unknown: dict[str, Any]) -> NoRet
         names = [name for name, x in parameters.items() if x.kind is inspect.Parameter.KEYWORD_ONLY]
         place = len(parameters) - len(names)
         accepted = f"{', '.join([*parameters][:place])} by position, and by name {', '.join(names)}"
-        example = mask_example(function, more[0]) if function == "attention" else call_of(function, "causal=True")
+        if function == "attention":
+            example = mask_example(function, more[0])
+        else:  # the next ones of flash_attn_varlen_func are the longest lengths
+            lengths = "max_seqlen_q=longest_q, max_seqlen_k=longest_k"
+            example = call_of(function, lengths if function == "attention_varlen" else "causal=True")
         raise SignatureError(f"argument {place + 1}", more[0], accepted, example)
     argument, value = next(iter(unknown.items()))
     others = [name for name, other in PUBLIC.items() if argument in other.parameters]

@@ -110,7 +110,8 @@ def check_cache(cache: CacheTensors, features: Tensors) -> None:
         fail("k_cache", f"the head dimension of q, {q.shape[-1]}")
     heads_kv = cache.k_cache.shape[2 if paged else 1]
     if heads_kv == 0 or q.shape[1] % heads_kv != 0:
-        fail("k_cache", f"a number of heads in {layout.format('D')} that divides the {q.shape[1]} heads of q")
+        accepted = f"a number of heads in {layout.format('D')} that divides the {q.shape[1]} heads of q"
+        fail("k_cache", accepted + "; k_cache.transpose(1, 2) of [B_cache, S_max, Hkv, D]" * (not paged))
     rows = batch if cache.cache_batch_idx is None or cache.page_table is None else cache.page_table.shape[0]
     ranks = {"cache_seqlens": 1, "cache_batch_idx": 1, "leftpad_k": 1, "rotary_start": 1, "cu_seqlens_k_new": 1}
     first = {"page_table": rows, "cu_seqlens_k_new": batch + 1}

@@ -81,6 +81,12 @@ def keywords(
     }
 
 
+def longest_of(max_seqlen: int | Tensor | None) -> int | None:
+    """Convert a `max_seqlen`, which programs also pass as a tensor of one integer: FlashAttention reads it back too."""
+    one = isinstance(max_seqlen, Tensor) and max_seqlen.dim() == 0 and not max_seqlen.is_floating_point()
+    return int(max_seqlen) if one else max_seqlen  # type: ignore[return-value]
+
+
 def splits_of(num_splits: int) -> int | None:
     """Convert `num_splits` of calls without a KV cache, whose default is 1: 0 and 1 let the backend choose."""
     return None if num_splits in (0, 1) else num_splits

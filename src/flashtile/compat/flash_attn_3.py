@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..api.attention import attention, attention_varlen, attention_with_kvcache
-from .arguments import decline, keywords, refuse, splits_of, window_of
+from .arguments import decline, keywords, longest_of, refuse, splits_of, window_of
 from .positions import lengths_of, rotary_arguments
 
 __all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
@@ -161,7 +161,7 @@ def flash_attn_varlen_func(
             sm_margin=sm_margin,
         )
     settings = keywords(0.0, softmax_scale, causal, window_of(window_size, PACKED), softcap, None, deterministic)
-    settings["max_seqlen_q"], settings["max_seqlen_k"] = max_seqlen_q, max_seqlen_k
+    settings["max_seqlen_q"], settings["max_seqlen_k"] = longest_of(max_seqlen_q), longest_of(max_seqlen_k)
     settings["attention_chunk"], settings["num_splits"] = attention_chunk, splits_of(num_splits)
     settings["seqused_q"], settings["seqused_k"] = seqused_q, seqused_k
     out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **settings, return_lse=True)

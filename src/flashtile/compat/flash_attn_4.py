@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..api.attention import ExactWindow, attention, attention_varlen
-from .arguments import decline, keywords, refuse, splits_of
+from .arguments import decline, keywords, longest_of, refuse, splits_of
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
 
@@ -192,7 +192,7 @@ def flash_attn_varlen_func(
         refuse("cu_seqlens_q", None, accepted, PACKED)
     window = window_from(window_size, causal, PACKED)
     settings = keywords(0.0, softmax_scale, causal, window, softcap, None, deterministic)
-    settings["max_seqlen_q"], settings["max_seqlen_k"] = max_seqlen_q, max_seqlen_k
+    settings["max_seqlen_q"], settings["max_seqlen_k"] = longest_of(max_seqlen_q), longest_of(max_seqlen_k)
     settings["seqused_q"], settings["seqused_k"], settings["page_table"] = seqused_q, seqused_k, page_table
     settings["num_splits"] = splits_of(num_splits)
     out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **settings, sinks=learnable_sink, return_lse=True)

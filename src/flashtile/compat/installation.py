@@ -52,7 +52,7 @@ class FlashAttnLoader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         source = importlib.import_module(self.source)
-        module.__doc__ = source.__doc__
+        module.__doc__, module.__file__ = source.__doc__, source.__file__  # errors of missing names show the file
         for name in (*getattr(source, "__all__", ()), "__version__"):
             if hasattr(source, name):
                 setattr(module, name, getattr(source, name))

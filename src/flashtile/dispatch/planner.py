@@ -17,6 +17,7 @@ from ..call.call import Call, Needs
 from ..call.device import Device, describe_device
 from ..call.plan import Plan, Rest
 from ..call.problem import Problem
+from ..call.words import in_words
 from ..errors import AttentionWarning, BackendError
 
 # Fastest first. `auto` takes the first that accepts the problem; it never takes `reference`, which is there to compare.
@@ -132,7 +133,7 @@ def _plan(problem: Problem, device: Device, backend: str, needs: Needs | None) -
     if chosen is not None:
         return chosen
     asked = "no backend takes this call" if backend == "auto" else f"backend {backend!r} does not take this call"
-    raise BackendError(f"{asked}: {problem} on {device.name}", reasons)
+    raise BackendError(f"{asked}: {in_words(problem, lengths=False)}, on {device.name}", reasons)
 
 
 def first(

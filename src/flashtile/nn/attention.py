@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..api.attention import attention, attention_with_kvcache
+from ..api.attention import MaskArgument, attention, attention_with_kvcache
 from ..call import sharding
 from ..errors import ArgumentError
 from .cache import Cache
@@ -91,7 +91,7 @@ class Attention(nn.Module):
         context: Tensor | None = None,
         *,
         cache: Cache | None = None,
-        mask: Tensor | None = None,
+        mask: MaskArgument = None,
         attn_bias: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:

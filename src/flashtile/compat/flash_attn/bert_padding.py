@@ -5,12 +5,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["index_first_axis", "pad_input", "unpad_input"]
+__all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input"]
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:  # noqa: A002 - the original's name
     """Rows `indices [N]`, int32 or int64, of `input [M, ...]`, which are `[N, ...]`."""
     return input.index_select(0, indices)
+
+
+def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
+    """The inverse of `index_first_axis`: `values [N, ...]` at rows `indices [N]` of zeros `[first_axis_dim, ...]`."""
+    return values.new_zeros((first_axis_dim, *values.shape[1:])).index_put((indices,), values)
 
 
 def unpad_input(
@@ -37,5 +42,4 @@ def unpad_input(
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """The inverse of `unpad_input`: tokens `[T, ...]` at `indices [T]` of a batch `[batch, seqlen, ...]` of zeros."""
-    padded = hidden_states.new_zeros((batch * seqlen, *hidden_states.shape[1:]))
-    return padded.index_put((indices,), hidden_states).unflatten(0, (batch, seqlen))
+    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))

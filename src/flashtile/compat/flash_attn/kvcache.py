@@ -1,5 +1,7 @@
 """FlashAttention-2's function for a KV cache, `[B, S, H, D]` or pages."""
 
+from typing import Any
+
 from torch import Tensor
 
 from ...api.attention import attention_with_kvcache
@@ -29,7 +31,7 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:  # untyped, as in flash_attn
     """Append k and v to a cache, in place, and attend over all that it then holds, with FlashAttention-2's arguments.
 
     Args:

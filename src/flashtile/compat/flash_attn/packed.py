@@ -5,10 +5,10 @@ from typing import Any
 from torch import Tensor
 
 from ...api.attention import attention_varlen
-from ..arguments import infinite_lse, keywords, refuse, window_of
+from ..arguments import infinite_lse, keywords, longest_of, refuse, window_of
 from .probabilities import new_seed, packed_probabilities
 
-Outputs = Tensor | tuple[Tensor, Tensor, Tensor]
+Outputs = Any  # a tensor, or `(out, softmax_lse, S_dmask)`; untyped, as in flash_attn, so that checkers take `out + 1`
 EXAMPLE = "flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=True)"
 
 
@@ -38,7 +38,7 @@ def flash_attn_varlen_func(
         v: the same with Dv.
         cu_seqlens_q: int32 or int64 `[B + 1]`, offsets of the sequences in q.
         cu_seqlens_k: the same for keys; with `block_table` it gives their numbers.
-        max_seqlen_q: an int, at least the longest sequence's queries.
+        max_seqlen_q: an int, at least the longest sequence's queries; a tensor of one integer is read back.
         max_seqlen_k: the same for keys.
         block_table: int32 or int64 `[B, max_pages]`, the pages of each sequence.
 
@@ -54,7 +54,8 @@ def flash_attn_varlen_func(
     window = window_of(window_size, EXAMPLE)
     settings = keywords(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, deterministic)
     settings["cu_seqlens_q"], settings["cu_seqlens_k"] = cu_seqlens_q, cu_seqlens_k
-    settings["max_seqlen_q"], settings["max_seqlen_k"] = max_seqlen_q, max_seqlen_k
+    settings["max_seqlen_q"] = longest = longest_of(max_seqlen_q)
+    settings["max_seqlen_k"] = longest if max_seqlen_k is max_seqlen_q else longest_of(max_seqlen_k)
     settings["page_table"] = block_table
     if return_attn_probs:
         return with_probabilities(q, k, v, settings)

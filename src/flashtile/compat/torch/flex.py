@@ -41,8 +41,8 @@ def flex_attention(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention with the arguments of `torch.nn.attention.flex_attention.flex_attention` of PyTorch 2.13.
 
-    It needs no `torch.compile`. Inside of a compiled function, `score_mod` has to be a `flashtile.ScoreMod` and
-    `block_mask` a `flashtile.BlockMask` or `flashtile.MaskMod`, made outside of it.
+    It needs no `torch.compile`. Inside of a compiled function it runs between two graphs, unless `score_mod` is a
+    `flashtile.ScoreMod` and `block_mask` a `flashtile.BlockMask` or `flashtile.MaskMod`, made outside of the function.
 
     Args:
         query: `[B, Hq, L, E]`.
@@ -81,7 +81,7 @@ def flex_attention(
             refuse(name, x, "a tensor [B, H, S, E]", EXAMPLE)
     if not enable_gqa and key.shape[1] != query.shape[1]:
         accepted = f"True where key and value have {key.shape[1]} heads and query has {query.shape[1]}"
-        refuse("enable_gqa", enable_gqa, accepted, EXAMPLE)
+        refuse("enable_gqa", enable_gqa, accepted, f"{EXAMPLE[:-1]}, enable_gqa=True)")
     if block_mask is not None and key.shape[0] == value.shape[0] == 1:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     arguments = {"score_mod": score_mod, "mask": block_mask, "scale": scale}

@@ -81,7 +81,12 @@ def with_leading_dimensions(
     q, k, v = (x[(None,) * (3 - x.dim())] for x in (query, key, value))  # [..., H, S, E]
     heads = {q.shape[-3], k.shape[-3], v.shape[-3]}
     if not enable_gqa and len(heads - {1}) > 1:
-        refuse("enable_gqa", enable_gqa, "True where key and value have fewer heads than query", EXAMPLE)
+        refuse(
+            "enable_gqa",
+            enable_gqa,
+            "True where key and value have fewer heads than query",
+            f"{EXAMPLE[:-1]}, enable_gqa=True)",
+        )
     if not enable_gqa:
         q, k, v = (x.expand(*x.shape[:-3], max(heads), -1, -1) for x in (q, k, v))
     lead = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...api.attention import attention_varlen
-from ..arguments import refuse, window_of
+from ..arguments import longest_of, refuse, window_of
 
 EXAMPLE = "varlen_attn(query, key, value, cu_seq, cu_seq, max_len, max_len, window_size=(-1, 0))"
 
@@ -87,15 +87,15 @@ def attend(
     heads = key.shape[1] if block_table is None else key.shape[2]
     if not enable_gqa and heads != query.shape[1]:
         accepted = f"True where key and value have {heads} heads and query has {query.shape[1]}"
-        refuse("enable_gqa", enable_gqa, accepted, EXAMPLE)
+        refuse("enable_gqa", enable_gqa, accepted, f"{EXAMPLE[:-1]}, enable_gqa=True)")
     return attention_varlen(
         query,
         key,
         value,
         cu_seq_q,
         cu_seq_k,
-        max_seqlen_q=max_q,
-        max_seqlen_k=max_k,
+        max_seqlen_q=longest_of(max_q),
+        max_seqlen_k=longest_of(max_k),
         scale=scale,
         window=window_of(window_size, EXAMPLE),
         seqused_k=seqused_k,

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from ... import MaskMod
-from ...api.attention import attention, attention_varlen
+from ...api.attention import attention
 from ...errors import ArgumentError
 from .mask import TileMask
+from .offsets import Offsets, attend_packed, is_packed, window_within
 
 EXAMPLE = "model(input_ids, attention_mask=mask) with a bool or integer mask [B, S], or a mask [B, 1, Sq, Sk]"
 
@@ -26,6 +27,10 @@ def tile_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     output_attentions: bool | None = False,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer, with the arguments that transformers' models pass.
@@ -43,7 +48,10 @@ def tile_attention(
         softcap: scores become `softcap * tanh(score / softcap)` before anything is added.
         s_aux: sinks `[Hq]`.
         output_attentions: must not be True: weights do not exist.
-        unused: what other implementations read; windows and packed sequences are in the mask.
+        cu_seq_lens_q, cu_seq_lens_k: offsets of packed sequences in the tokens of the batch, int32 `[N + 1]`: no token
+            sees another sequence, also where the mask shows it.
+        max_length_q, max_length_k: the longest sequence's queries and keys.
+        unused: what other implementations read; windows are in the mask.
 
     Returns:
         `out [B, Sq, Hq, Dv]`, and `None` for the weights. Rows that see no key are 0, and so are those of padding
@@ -58,15 +66,23 @@ def tile_attention(
     if s_aux is not None and s_aux.dtype not in (query.dtype, torch.float32):
         s_aux = s_aux.to(torch.promote_types(s_aux.dtype, query.dtype))
     settings = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout_p": dropout}
-    if isinstance(attention_mask, TileMask):
-        return by_pattern(query, key, value, attention_mask, position_bias, settings).transpose(1, 2), None
     bias = position_bias
     if attention_mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         settings["causal"] = "top_left" if causal and query.shape[2] > 1 else False
-    elif not isinstance(attention_mask, Tensor) or attention_mask.dim() != 4:
+    elif not isinstance(attention_mask, TileMask | Tensor) or attention_mask.ndim != 4:
         accepted = "None, a bool or floating-point tensor [B, H, Sq, Sk], or what register() makes of a mask [B, S]"
         raise ArgumentError("attention_mask", attention_mask, accepted, EXAMPLE)
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None and not is_packed(attention_mask):
+        offsets = Offsets(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+        window = window_within(attention_mask)
+        if window is not None and bias is None:
+            return attend_packed(query, key, value, offsets, window=window, **settings).transpose(1, 2), None
+        attention_mask = offsets.restrict(attention_mask, query, key)
+    if isinstance(attention_mask, TileMask):
+        return by_pattern(query, key, value, attention_mask, bias, settings).transpose(1, 2), None
+    if attention_mask is None:
+        pass
     elif attention_mask.dtype == torch.bool:
         settings["mask"] = attention_mask
     else:
@@ -89,20 +105,9 @@ def by_pattern(
     if apart and bias is None and not torch.compiler.is_compiling():  # segments are read back
         segments = mask.segments()
         if segments is not None:
-            q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-            out = attention_varlen(
-                q,
-                k,
-                v,
-                segments.cu_seqlens,
-                segments.cu_seqlens,
-                max_seqlen_q=segments.longest,
-                max_seqlen_k=segments.longest,
-                seqused_k=segments.seqused_k,
-                window=(pattern.left, pattern.right),
-                **settings,
-            )
-            return out.unflatten(0, (query.shape[0], rows)).transpose(1, 2)
+            offsets = Offsets(segments.cu_seqlens, segments.cu_seqlens, segments.longest, segments.longest)
+            window = (pattern.left, pattern.right)
+            return attend_packed(query, key, value, offsets, seqused_k=segments.seqused_k, window=window, **settings)
     first = mask.q_offset - mask.kv_offset  # the key at the position of the first query
     if pattern.right == 0 and first + rows < keys:  # the rest of a static cache is empty
         keys = first + rows
