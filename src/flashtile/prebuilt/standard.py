@@ -23,6 +23,7 @@ TINY, FEW, SHORT, MIDDLE, LONG, VERY_LONG = 64, 320, 512, 1024, 8192, 2**17  # l
 PLAIN: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"causal": True, "window": (4095, 0)})
 UNALIGNED = (1020, 1022, 1023)  # lengths of rows of a bias whose addresses 8, 4 and 2 bytes divide
 FILLING = (64, 64)  # query and key heads: enough tiles for a GPU, so that no keys and no rows are split
+GROUPED = (64, 8)  # the same in groups
 FEW_HEADS = ((2, 2), (8, 8), (8, 1))
 NARROWER = ((40, 40), (88, 88), (104, 104), (176, 176), (224, 224))  # head dimensions that do not fill a kernel's width
 RARER = ((32, 32), (72, 72), (80, 80), (160, 160))  # of vision and diffusion models: dense calls, full and causal
@@ -121,10 +122,11 @@ def float32() -> Iterator[StandardCall]:
 
 
 def wide(dims: Iterable[int], dtype: torch.dtype) -> Iterator[StandardCall]:
-    """Dense calls without features of wide heads."""
+    """Dense calls of wide heads, full and causal with grouped heads."""
     for dim, seqlen in itertools.product(dims, (MIDDLE, 4 * MIDDLE, LONG, 2 * LONG)):
-        q, k, v = dense(FILLING, seqlen, seqlen, (dim, dim), dtype)
-        yield StandardCall("attention", {"q": q, "k": k, "v": v}, backward=True)
+        for heads, causal in ((FILLING, False), (GROUPED, True)):
+            q, k, v = dense(heads, seqlen, seqlen, (dim, dim), dtype)
+            yield StandardCall("attention", {"q": q, "k": k, "v": v, "causal": causal}, backward=True)
 
 
 def with_features(dtype: torch.dtype) -> Iterator[StandardCall]:
