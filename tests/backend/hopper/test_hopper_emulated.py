@@ -234,6 +234,7 @@ def test_last_wave(name: str, heads_at_once: int) -> None:
     with (
         mock.patch(f"{package}.last_wave.GAIN", 9.0),
         mock.patch(f"{package}.backward_launches.BackwardLaunches.l2_swizzle", return_value=heads_at_once),
+        mock.patch.object(splits, "row_splits", return_value=1),
         emulated(5, 0) as launched,
     ):
         results = case.run("hopper")
