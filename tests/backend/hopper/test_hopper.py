@@ -40,7 +40,7 @@ CHOSEN = (
     ("causal", 80, SHORT), ("full", 80, LONG), ("causal", 160, SHORT), ("full", 64, FEW), ("full", 128, FEW),
     (BIAS_TILES, 32, SHORT), ("packed 64", 64, SHORT),
 )  # fmt: skip
-BACKWARD = (("causal", 64, SHORT), ("causal", 80, SHORT), ("packed 96", 96, SHORT), ("packed 128", 128, SHORT))
+BACKWARD = (("packed 64", 64, SHORT), ("causal", 80, SHORT), ("packed 96", 96, SHORT), ("packed 128", 128, SHORT))
 LATE_DQ = (("full", 64, 512), ("full", 96, 8192), ("causal", 64, 2048), ("causal", 80, 2048), ("causal", 96, 2048))
 SPLIT_BACKWARD = (("causal", (192, 128), SHORT), ("causal", 160, SHORT), ("packed 256", 256, SHORT))
 BACKWARD_SPILL, FORWARD_SPILL = 150, 4  # most bytes of a thread
