@@ -79,15 +79,18 @@ def plain(dtype: torch.dtype) -> Iterator[StandardCall]:
 
 
 def long(dtype: torch.dtype) -> Iterator[StandardCall]:
-    """Rows that backward visits in several launches."""
+    """Rows that backward visits in several launches, and long calls of few heads."""
     for dims in WIDTHS + NARROWER:
         q, k, v = dense(FILLING, VERY_LONG, LONG, dims, dtype)
         yield StandardCall("attention", {"q": q, "k": k, "v": v}, backward=True)
+    for dims, seqlen, causal in itertools.product(COMMON, (2 * LONG, 8 * LONG), (False, True)):
+        q, k, v = dense((2, 2), seqlen, seqlen, dims, dtype)
+        yield StandardCall("attention", {"q": q, "k": k, "v": v, "causal": causal}, backward=True)
 
 
 def short(dtype: torch.dtype) -> Iterator[StandardCall]:
     """Many short sequences, few queries, and few keys."""
-    lengths = ((16, 16), (TINY, TINY), (TINY, SHORT), (SHORT, TINY))
+    lengths = ((16, 16), (TINY, TINY), (144, 144), (TINY, SHORT), (TINY, LONG // 2), (SHORT, TINY))
     for dim, (rows, keys), causal in itertools.product(SMALL_DIMS, lengths, (False, True)):
         q, k, v = dense(FILLING, rows, keys, (dim, dim), dtype, batch=8)
         yield StandardCall("attention", {"q": q, "k": k, "v": v, "causal": causal}, backward=True)
@@ -116,8 +119,9 @@ def just_over_a_wave(dtype: torch.dtype) -> Iterator[StandardCall]:
 
 def float32() -> Iterator[StandardCall]:
     """Dense calls without features in float32."""
-    for dim, seqlen, causal in itertools.product(FLOAT32_DIMS, (TINY, SHORT, LONG), (False, True)):
-        q, k, v = dense(FILLING, seqlen, seqlen, (dim, dim), torch.float32)
+    lengths = ((FILLING, TINY), (FILLING, SHORT), (FILLING, LONG), ((24, 24), 700))
+    for dim, (heads, seqlen), causal in itertools.product(FLOAT32_DIMS, lengths, (False, True)):
+        q, k, v = dense(heads, seqlen, seqlen, (dim, dim), torch.float32)
         yield StandardCall("attention", {"q": q, "k": k, "v": v, "causal": causal}, backward=True)
 
 
@@ -163,7 +167,7 @@ def with_features(dtype: torch.dtype) -> Iterator[StandardCall]:
 
 def decoding(dtype: torch.dtype) -> Iterator[StandardCall]:
     """One new token for each sequence: over dense tensors, and over caches that are dense or have pages."""
-    for dim, heads, batch, seqlen in itertools.product((64, 128), DECODE_HEADS, BATCHES, (SHORT, LONG, 8 * LONG)):
+    for dim, heads, batch, seqlen in itertools.product((64, 128), DECODE_HEADS, BATCHES, (SHORT, MIDDLE, LONG, 8 * LONG)):
         q, k, v = dense(heads, 1, seqlen, (dim, dim), dtype, batch)
         yield StandardCall("attention", {"q": q, "k": k, "v": v})
         for causal in (False, True):

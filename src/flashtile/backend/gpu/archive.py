@@ -121,15 +121,18 @@ class Archive:
         """Machine code by its hash.
 
         Raises:
-            ValueError: it is damaged.
+            ValueError: it is damaged, or this Python has no lzma.
         """
         import zipfile
-        import zlib
 
+        try:
+            from lzma import LZMAError
+        except ImportError as error:  # a Python that was built without it
+            raise ValueError(f"kernels cannot be unpacked: {error}") from error
         try:
             with self.lock:
                 image = self.file.read(digest)
-        except (zipfile.BadZipFile, zlib.error, KeyError) as error:
+        except (zipfile.BadZipFile, LZMAError, KeyError) as error:
             raise ValueError(f"a kernel is damaged: {error}") from error
         if hashlib.sha256(image).hexdigest() != digest:
             raise ValueError("a kernel was altered")
