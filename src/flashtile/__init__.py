@@ -1,10 +1,10 @@
 """flashtile: exact attention for PyTorch, forward and backward, in O(S) memory, with nothing to compile."""
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-
 from . import supported as _supported  # noqa: F401 - says no before anything newer is read
 
 # isort: split
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from . import mask_mods, score_mods
 from .api.attention import ExactWindow, attention, attention_varlen, attention_with_kvcache
 from .api.explain import Explanation, explain

@@ -288,8 +288,11 @@ def test_tables_without_entries(packed: bool) -> None:
     assert torch.equal(pages, before)
 
 
-@pytest.mark.parametrize("chunks", [(64,), (64, 32)])
-def test_hopper_preprocess_and_postprocess(chunks: tuple[int, ...]) -> None:
+DQ_LAYOUTS = [((64, 32), 64), ((128,), 64), ((64,), 32)]  # chunks of columns, and a warpgroup's share
+
+
+@pytest.mark.parametrize(("chunks", "share"), DQ_LAYOUTS)
+def test_hopper_preprocess_and_postprocess(chunks: tuple[int, ...], share: int) -> None:
     """Preprocess and postprocess. All semaphores and sums of dq are cleared, whatever was in memory."""
     from flashtile.backend.hopper.kernels.postprocess import postprocess_kernel
     from flashtile.backend.hopper.kernels.preprocess import preprocess_kernel
@@ -330,23 +333,23 @@ def test_hopper_preprocess_and_postprocess(chunks: tuple[int, ...]) -> None:
     dq = torch.full_like(out, torch.nan)
     strides = {f"stride_dq_{dim}": n for dim, n in zip("bhm", dq.stride(), strict=False)}
     postprocess_kernel[(heads * tiles,)](
-        swizzled(dq_accum, chunks), dq_semaphore, dq, None, **strides, **lengths, scale=0.5, columns=None, dq_parts=1,
-        DQ_BOX=min(chunks),
+        swizzled(dq_accum, chunks, share), dq_semaphore, dq, None, **strides, **lengths, scale=0.5, columns=None,
+        dq_parts=1, DQ_BOX=min(*chunks, share), DQ_SHARE=share,
     )  # fmt: skip
     expected = torch.zeros_like(dq)
     expected[0, 0, block:] = dq_accum[block:rows] * 0.5
     torch.testing.assert_close(dq, expected)
 
 
-def swizzled(dq_accum: torch.Tensor, chunks: tuple[int, ...]) -> torch.Tensor:
-    """dq accumulators `[..., rows, D]` in the order that the Hopper kernel writes: swizzled in squares of 64 rows and
-    64 columns, or 32 where a chunk has no more.
+def swizzled(dq_accum: torch.Tensor, chunks: tuple[int, ...], share: int) -> torch.Tensor:
+    """dq accumulators `[..., rows, D]` in the order that the Hopper kernel writes: swizzled in blocks of 64 rows and of
+    a warpgroup's share of columns, or fewer where a chunk has no more.
     """
-    return torch.cat([swizzled_chunk(x) for x in dq_accum.split(chunks, -1)], -1)
+    return torch.cat([swizzled_chunk(x, share) for x in dq_accum.split(chunks, -1)], -1)
 
 
-def swizzled_chunk(dq_accum: torch.Tensor) -> torch.Tensor:
-    width = min(dq_accum.shape[-1], 64)
+def swizzled_chunk(dq_accum: torch.Tensor, share: int) -> torch.Tensor:
+    width = min(dq_accum.shape[-1], share)
     squares = dq_accum.unflatten(-1, (-1, width)).unflatten(-3, (-1, 64)).transpose(-3, -2)  # [..., R, C, 64, width]
     parts = squares.unflatten(-2, (4, 2, 4, 2)).unflatten(-1, (-1, 2, 4, 2))  # w h g2 g0 j2 j1 t e
     first = parts.dim() - 8
@@ -354,8 +357,8 @@ def swizzled_chunk(dq_accum: torch.Tensor) -> torch.Tensor:
     return parts.permute(order).reshape(squares.shape).transpose(-3, -2).reshape(dq_accum.shape)
 
 
-@pytest.mark.parametrize("chunks", [(64, 32), (128,)])
-def test_hopper_postprocess_of_packed_rows(chunks: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("chunks", "share"), DQ_LAYOUTS)
+def test_hopper_postprocess_of_packed_rows(chunks: tuple[int, ...], share: int) -> None:
     """Sequence b begins with block `cu_seqlens_q[b] // BLOCK_M + b`; tokens outside all sequences are one more
     sequence.
     """
@@ -373,7 +376,7 @@ def test_hopper_postprocess_of_packed_rows(chunks: tuple[int, ...]) -> None:
     strides = {"stride_dq_b": 0, "stride_dq_h": dq.stride(1), "stride_dq_m": dq.stride(0)}
     cu_tensor = torch.tensor(cu_seqlens_q, dtype=torch.int32)
     postprocess_kernel[(heads * tiles,)](
-        swizzled(dq_accum, chunks),
+        swizzled(dq_accum, chunks, share),
         dq_semaphore,
         dq,
         cu_tensor,
@@ -382,7 +385,8 @@ def test_hopper_postprocess_of_packed_rows(chunks: tuple[int, ...]) -> None:
         scale=0.5,
         columns=None,
         dq_parts=1,
-        DQ_BOX=min(chunks),
+        DQ_BOX=min(*chunks, share),
+        DQ_SHARE=share,
     )
     for b, (first, stop) in enumerate(itertools.pairwise([*cu_seqlens_q, tokens])):
         row = (first // block + b) * block

@@ -167,7 +167,9 @@ def with_features(dtype: torch.dtype) -> Iterator[StandardCall]:
 
 def decoding(dtype: torch.dtype) -> Iterator[StandardCall]:
     """One new token for each sequence: over dense tensors, and over caches that are dense or have pages."""
-    for dim, heads, batch, seqlen in itertools.product((64, 128), DECODE_HEADS, BATCHES, (SHORT, MIDDLE, LONG, 8 * LONG)):
+    for dim, heads, batch, seqlen in itertools.product(
+        (64, 128), DECODE_HEADS, BATCHES, (SHORT, MIDDLE, LONG, 8 * LONG)
+    ):
         q, k, v = dense(heads, 1, seqlen, (dim, dim), dtype, batch)
         yield StandardCall("attention", {"q": q, "k": k, "v": v})
         for causal in (False, True):

@@ -13,7 +13,7 @@ from .launch import KernelLaunch, TensorSpec, allocate, start
 
 # The places of a kernel's tensors among the call's inputs, by the names of its fields. Those of rows follow.
 PLACES = {"q": 0, "k": 1, "v": 2, **dict(args.PAIR_INPUTS), **dict(args.HEAD_INPUTS)}
-PLACES["seed"] = Tensors._fields.index("dropout_seed")
+PLACES |= {"seed": Tensors._fields.index("dropout_seed"), "out": Tensors._fields.index("out")}
 ROWS = ("out", "lse", "dout", "dlse")
 NEW = ("out", "lse", "partial_out", "partial_lse", "delta", "dq", "dk", "dv")  # which a kernel writes as a whole
 
@@ -53,17 +53,18 @@ def recorded(
     inputs, places = (*call.inputs, *rows), dict(PLACES)
     places |= {name: len(call.inputs) + n for n, name in enumerate(ROWS[: len(rows)])}
     num_inputs = len(inputs) + (1 if rows else 0)  # with what forward has kept
-    slots, specs, new = [], [], {}
+    slots, specs, written = [], [], {}
     for name, x in tensors.items():
         given = inputs[places[name]] if name in places else None
         if given is not None and given.data_ptr() == x.data_ptr():  # no copy, for all calls of the same layout
             slots.append((args.FIELD_INDEX[name], places[name]))
         elif given is None and name in NEW:
-            new[id(x)] = num_inputs + len(specs)
-            slots.append((args.FIELD_INDEX[name], new[id(x)]))
+            slots.append((args.FIELD_INDEX[name], num_inputs + len(specs)))
             specs.append(TensorSpec.of(x))
         else:
             return None
-    if any(x is not None and id(x) not in new for x in results):  # a sum of splits
+        if name in NEW:
+            written[id(x)] = slots[-1][1]
+    if any(x is not None and id(x) not in written for x in results):  # a sum of splits
         return None
-    return Recording(launch, slots, specs, [None if x is None else new[id(x)] for x in results])
+    return Recording(launch, slots, specs, [None if x is None else written[id(x)] for x in results])
