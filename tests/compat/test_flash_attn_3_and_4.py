@@ -188,10 +188,13 @@ def test_new_keys_packed_otherwise_than_queries(packed: bool) -> None:
 
 
 DECLINED = {
-    "qv": Q, "q_descale": Q, "k_descale": Q, "v_descale": Q, "pack_gqa": True,
-    "sm_margin": 2, "scheduler_metadata": CU, "gather_kv_indices": CU, "score_mod": min,
+    "qv": Q, "q_descale": Q, "k_descale": Q, "v_descale": Q, "gather_kv_indices": CU, "score_mod": min,
     "score_mod_bwd": min, "mask_mod": min, "aux_tensors": [Q], "aux_scalars": (1,), "block_sparse_tensors": (Q,),
-    "block_sparse_tensors_bwd": (Q,), "min_seqlen_k": 1, "seqlen_k_per_split": 64, "disable_scheduler_metadata": True,
+    "block_sparse_tensors_bwd": (Q,), "min_seqlen_k": 1,
+}  # fmt: skip
+IGNORED = {
+    "pack_gqa": True, "sm_margin": 2, "scheduler_metadata": CU, "num_splits": -1, "seqlen_k_per_split": 64,
+    "disable_scheduler_metadata": True,
 }  # fmt: skip
 PACKED = {"cu_seqlens_q": CU, "cu_seqlens_k": CU, "max_seqlen_q": 5, "max_seqlen_k": 5}
 CALLS = [
@@ -207,12 +210,23 @@ CALLS = [
 def test_what_has_no_equivalent_is_declined(function: Any, needed: dict[str, Any]) -> None:
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     declined = [name for name in names if name in DECLINED]
-    assert len(declined) >= 6
+    assert len(declined) >= 4
     for name in declined:
         with pytest.raises(ArgumentError, match=f"`{name}`") as caught:
             function(Q, K, V, **needed, **{name: DECLINED[name]})
         assert caught.value.argument == name
         assert "a call that works: flash_attn_" in str(caught.value)
+
+
+@pytest.mark.parametrize(("function", "needed"), CALLS, ids=lambda x: getattr(x, "__module__", ""))
+def test_settings_of_the_scheduler_change_nothing(function: Any, needed: dict[str, Any]) -> None:
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    ignored = {name: IGNORED[name] for name in names if name in IGNORED}
+    assert len(ignored) >= 2
+    given = (K[0], K[0], V[0]) if needed is PACKED else (Q, K, V)
+    results = function(*given, **needed, **ignored), function(*given, **needed)
+    out, reference = (x[0] if isinstance(x, tuple) else x for x in results)
+    assert torch.equal(out, reference)
 
 
 def test_other_errors() -> None:

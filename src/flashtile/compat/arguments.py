@@ -12,7 +12,6 @@ UNLIMITED = (-1, -1)
 FP8 = "None: there are no fp8 inputs; multiply q, k and v by their factors and pass them in bfloat16"
 BLOCKS = "None: there is no block sparsity; flashtile.attention has `mask`, `window` and `score_mod`"
 MODS = "None: a CuTe function cannot run here; flashtile.ScoreMod takes a function of torch operations"
-SCHEDULE = "its default: it only tunes FlashAttention's own scheduler"
 
 # Arguments that flashtile has nothing for, and the way that works.
 ACCEPTED = {
@@ -20,19 +19,14 @@ ACCEPTED = {
     "aux_tensors": MODS,
     "block_sparse_tensors": BLOCKS,
     "block_sparse_tensors_bwd": BLOCKS,
-    "disable_scheduler_metadata": SCHEDULE,
     "gather_kv_indices": "None: gather the keys before the call, or hide the others by `mask` of flashtile.attention",
     "k_descale": FP8,
     "mask_mod": "None: a CuTe function cannot run here; flashtile.attention's `mask` takes one of torch operations",
     "min_seqlen_k": "None: it belongs to gather_kv_indices",
-    "pack_gqa": SCHEDULE,
     "q_descale": FP8,
     "qv": "None: concatenate q with qv, and k with v, along the last dimension, and pass `softmax_scale`",
-    "scheduler_metadata": SCHEDULE,
     "score_mod": MODS,
     "score_mod_bwd": MODS,
-    "seqlen_k_per_split": SCHEDULE,
-    "sm_margin": SCHEDULE,
     "v_descale": FP8,
 }
 
@@ -88,8 +82,8 @@ def longest_of(max_seqlen: int | Tensor | None) -> int | None:
 
 
 def splits_of(num_splits: int) -> int | None:
-    """Convert `num_splits` of calls without a KV cache, whose default is 1: 0 and 1 let the backend choose."""
-    return None if num_splits in (0, 1) else num_splits
+    """Convert `num_splits` of calls without a KV cache, whose default is 1: it and less let the backend choose."""
+    return num_splits if num_splits > 1 else None
 
 
 def infinite_lse(lse: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The interface of FlashAttention-3, module `flash_attn_interface` (Shah et al., 2024), by flashtile.
 
-Names, order and defaults of arguments, shapes and results are the original's. fp8, `qv` and its scheduler's settings
-are declined.
+Names, order and defaults of arguments, shapes and results are the original's. fp8 and `qv` are declined. Settings
+of its scheduler are accepted and ignored.
 """
 
 from typing import Any
@@ -41,8 +41,9 @@ def flash_attn_func(
     """Attention over `[B, S, H, D]` with FlashAttention-3's arguments; tensors are viewed, never copied.
 
     The arguments are those of `flashtile.compat.flash_attn.flash_attn_func`. With `attention_chunk`, query
-    i sees the keys of one chunk of so many positions, that of `i + Sk - Sq`. `qv`, descales, `pack_gqa` and `sm_margin`
-    must have their defaults.
+    i sees the keys of one chunk of so many positions, that of `i + Sk - Sq`. `num_splits`
+    are parts that the keys are split into; up to 1 lets the backend choose. `pack_gqa` and `sm_margin`, which tune the
+    original's kernels, are accepted and ignored. `qv` and descales must be `None`.
 
     Returns:
         `out [B, Sq, Hq, Dv]`; with `return_attn_probs` `(out, softmax_lse [B, Hq, Sq])`, -inf for rows that see no key.
@@ -50,18 +51,8 @@ def flash_attn_func(
     Raises:
         ArgumentError: an argument is not what it should be, or has no equivalent.
     """
-    if not (
-        qv is q_descale is k_descale is v_descale is pack_gqa is None and sm_margin == 0
-    ):  # which takes less time than the answer
-        decline(
-            DENSE,
-            qv=qv,
-            q_descale=q_descale,
-            k_descale=k_descale,
-            v_descale=v_descale,
-            pack_gqa=pack_gqa,
-            sm_margin=sm_margin,
-        )
+    if not (qv is q_descale is k_descale is v_descale is None):  # which takes less time than the answer
+        decline(DENSE, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     settings = keywords(0.0, softmax_scale, causal, window_of(window_size, DENSE), softcap, None, deterministic)
     settings["attention_chunk"], settings["num_splits"] = attention_chunk, splits_of(num_splits)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -148,18 +139,8 @@ def flash_attn_varlen_func(
     Raises:
         ArgumentError: an argument is not what it should be, or has no equivalent.
     """
-    if not (
-        qv is q_descale is k_descale is v_descale is pack_gqa is None and sm_margin == 0
-    ):  # which takes less time than the answer
-        decline(
-            PACKED,
-            qv=qv,
-            q_descale=q_descale,
-            k_descale=k_descale,
-            v_descale=v_descale,
-            pack_gqa=pack_gqa,
-            sm_margin=sm_margin,
-        )
+    if not (qv is q_descale is k_descale is v_descale is None):  # which takes less time than the answer
+        decline(PACKED, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     settings = keywords(0.0, softmax_scale, causal, window_of(window_size, PACKED), softcap, None, deterministic)
     settings["max_seqlen_q"], settings["max_seqlen_k"] = longest_of(max_seqlen_q), longest_of(max_seqlen_k)
     settings["attention_chunk"], settings["num_splits"] = attention_chunk, splits_of(num_splits)
@@ -211,7 +192,7 @@ def flash_attn_with_kvcache(
         rotary_seqlens: integers `[B]`, rotary positions of the first token, in place of `cache_seqlens`.
 
     The other arguments are those of `flashtile.compat.flash_attn.flash_attn_with_kvcache`, where `block_table` is
-    called `page_table`, and those of `flash_attn_func`. `scheduler_metadata` must be `None`.
+    called `page_table`, and those of `flash_attn_func`. `scheduler_metadata` is accepted and ignored.
 
     Returns:
         `out` in the shape of q with Dv; with `return_softmax_lse` `(out, softmax_lse, out_accum, softmax_lse_accum)`:
@@ -222,19 +203,8 @@ def flash_attn_with_kvcache(
         ArgumentError: an argument is not what it should be, or has no equivalent.
         AttentionError: a tensor requires a gradient outside of `torch.no_grad()`: there are no derivatives.
     """
-    if not (
-        qv is q_descale is k_descale is v_descale is scheduler_metadata is pack_gqa is None and sm_margin == 0
-    ):  # which takes less time than the answer
-        decline(
-            CACHE,
-            qv=qv,
-            q_descale=q_descale,
-            k_descale=k_descale,
-            v_descale=v_descale,
-            scheduler_metadata=scheduler_metadata,
-            pack_gqa=pack_gqa,
-            sm_margin=sm_margin,
-        )
+    if not (qv is q_descale is k_descale is v_descale is None):  # which takes less time than the answer
+        decline(CACHE, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     packed, paged = cu_seqlens_q is not None, page_table is not None
     lengths = lengths_of(cache_seqlens, k_cache, page_table, appends=k is not None, example=CACHE)
     window = window_of(window_size, CACHE)
@@ -263,7 +233,7 @@ def flash_attn_with_kvcache(
         window=window,
         softcap=softcap if softcap > 0 else None,
         rotary_interleaved=rotary_interleaved,
-        num_splits=num_splits or None,
+        num_splits=num_splits if num_splits > 0 else None,
         return_lse=True,
     )
     out = out if packed else out.transpose(1, 2)

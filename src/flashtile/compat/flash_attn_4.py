@@ -1,7 +1,7 @@
 """The interface of FlashAttention-4, module `flash_attn.cute`, by flashtile.
 
-Names, order and defaults of arguments, shapes and results are the original's. `qv`, gathered keys, CuTe functions,
-block sparsity and its scheduler's settings are declined.
+Names, order and defaults of arguments, shapes and results are the original's. `qv`, gathered keys, CuTe functions
+and block sparsity are declined. Settings of its scheduler are accepted and ignored.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,8 +56,8 @@ def flash_attn_func(
         softcap: scores become `softcap * tanh(score / softcap)` if it is above 0.
         deterministic: the same bits for the same call; `False` follows `torch.use_deterministic_algorithms`.
         return_lse: also compute lse, which is differentiable.
-
-        num_splits: parts that the keys are split into; 0 and 1 let the backend choose.
+        num_splits: parts that the keys are split into; up to 1 lets the backend choose.
+        pack_gqa: accepted and ignored: it tunes the original's kernels.
 
     All others must have their defaults.
 
@@ -70,7 +70,6 @@ def flash_attn_func(
     if not (
         qv
         is gather_kv_indices
-        is pack_gqa
         is score_mod
         is score_mod_bwd
         is mask_mod
@@ -84,7 +83,6 @@ def flash_attn_func(
             DENSE,
             qv=qv,
             gather_kv_indices=gather_kv_indices,
-            pack_gqa=pack_gqa,
             score_mod=score_mod,
             score_mod_bwd=score_mod_bwd,
             mask_mod=mask_mod,
@@ -147,7 +145,8 @@ def flash_attn_varlen_func(
         seqused_k: the same for keys.
         page_table: integers `[B, max_pages]`.
 
-    The other arguments are those of `flash_attn_func`. `min_seqlen_k` must be `None`.
+    The other arguments are those of `flash_attn_func`. `min_seqlen_k` must be `None`. `scheduler_metadata`,
+    `seqlen_k_per_split` and `disable_scheduler_metadata`, which tune the original, are accepted and ignored.
 
     Returns:
         `(out [Tq, Hq, Dv], lse)`: lse `[Hq, Tq]`; `None` without `return_lse`.
@@ -159,33 +158,25 @@ def flash_attn_varlen_func(
         qv
         is min_seqlen_k
         is gather_kv_indices
-        is pack_gqa
         is score_mod
         is score_mod_bwd
         is mask_mod
         is block_sparse_tensors
         is aux_tensors
         is aux_scalars
-        is scheduler_metadata
-        is seqlen_k_per_split
         is None
-        and disable_scheduler_metadata is False
     ):  # which takes less time than the answer
         decline(
             PACKED,
             qv=qv,
             min_seqlen_k=min_seqlen_k,
             gather_kv_indices=gather_kv_indices,
-            pack_gqa=pack_gqa,
             score_mod=score_mod,
             score_mod_bwd=score_mod_bwd,
             mask_mod=mask_mod,
             block_sparse_tensors=block_sparse_tensors,
             aux_tensors=aux_tensors,
             aux_scalars=aux_scalars,
-            scheduler_metadata=scheduler_metadata,
-            seqlen_k_per_split=seqlen_k_per_split,
-            disable_scheduler_metadata=disable_scheduler_metadata,
         )
     if cu_seqlens_q is None:
         accepted = "offsets [B + 1] of packed q; for q [B, Sq, Hq, D], flash_attn_func, or flashtile's KV cache"

@@ -49,7 +49,7 @@ def flash_attn_with_kvcache(
         cache_leftpad: int32 or int64 `[B]`, positions at the front that hold no key.
         block_table: int32 or int64 `[B, max_pages]`.
         rotary_interleaved: pairs are features `2n` and `2n + 1`; if False, `n` and `n + rotary_dim / 2`.
-        num_splits: parts that the keys are split into; 0 lets the backend choose.
+        num_splits: parts that the keys are split into; up to 0 lets the backend choose.
         return_softmax_lse: also return `softmax_lse`.
 
     The other arguments are those of `flash_attn_func`.
@@ -86,7 +86,7 @@ def flash_attn_with_kvcache(
         softcap=softcap if softcap > 0 else None,
         rotary_interleaved=rotary_interleaved,
         alibi_slopes=alibi_slopes,
-        num_splits=num_splits or None,
+        num_splits=num_splits if num_splits > 0 else None,
         return_lse=True,
     )
     out = out.transpose(1, 2)
