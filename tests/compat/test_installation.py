@@ -44,13 +44,32 @@ with flashtile.compat.install():
         assert "flashtile" in str(error), error
     assert importlib.util.find_spec("flash_attn.cute") is importlib.util.find_spec("flash_attn_2_cuda") is None
     assert source.__spec__.name == "flashtile.compat.flash_attn"
+    assert importlib.util.find_spec("flash_attn_interface") is None
+    with flashtile.compat.install(flash_attn_3=True):
+        import flash_attn_interface
+        from flashtile.compat import flash_attn_3
+        for name in flash_attn_3.__all__:
+            assert getattr(flash_attn_interface, name) is getattr(flash_attn_3, name)
+        assert importlib.util.find_spec("flash_attn_interface").submodule_search_locations is None
+assert "flash_attn_interface" not in sys.modules and importlib.util.find_spec("flash_attn_interface") is None
 after = state()
 assert after == before, after
+with flashtile.compat.install():
+    assert importlib.util.find_spec("flash_attn_interface") is None
 try:
     import flash_attn
 except ModuleNotFoundError:
     print("gone")
 flashtile.compat.uninstall()  # changes nothing
+
+sys.path.insert(0, sys.argv[2])  # where there is another flash_attn_interface
+with flashtile.compat.install():
+    import flash_attn_interface
+    try:
+        flashtile.compat.install(flash_attn_3=True)
+    except AttentionError as error:
+        print(error)
+assert sys.modules["flash_attn_interface"].__file__.startswith(sys.path.pop(0))
 
 sys.path.insert(0, sys.argv[1])  # where there is another
 try:
@@ -70,8 +89,12 @@ except AttentionError as error:
 def test_install_and_uninstall(tmp_path: Path) -> None:
     (tmp_path / "flash_attn").mkdir()
     (tmp_path / "flash_attn" / "__init__.py").write_text('__version__ = "another"\n')
-    result = subprocess.run([sys.executable, "-c", CODE, str(tmp_path)], capture_output=True, text=True)
+    three = tmp_path / "three"
+    three.mkdir()
+    (three / "flash_attn_interface.py").touch()
+    result = subprocess.run([sys.executable, "-c", CODE, str(tmp_path), str(three)], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("gone\n")
     assert result.stdout.count("flash_attn exists already") == 2
+    assert result.stdout.count("flash_attn_interface exists already") == 1
     assert str(tmp_path / "flash_attn" / "__init__.py") in result.stdout

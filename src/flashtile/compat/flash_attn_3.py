@@ -6,13 +6,20 @@ of its scheduler are accepted and ignored.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..api.attention import attention, attention_varlen, attention_with_kvcache
 from .arguments import decline, keywords, longest_of, refuse, splits_of, window_of
 from .positions import lengths_of, rotary_arguments
 
-__all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
 
 DENSE = "flash_attn_func(q, k, v, causal=True)"
 PACKED = "flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=True)"
@@ -238,3 +245,30 @@ def flash_attn_with_kvcache(
     )
     out = out if packed else out.transpose(1, 2)
     return (out, lse, lse.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Tensor:
+    """A `scheduler_metadata` for `flash_attn_with_kvcache`, which ignores it: an empty int32 tensor."""
+    return cache_seqlens.new_empty(0, dtype=torch.int32)

@@ -1,7 +1,8 @@
 """Answer `import flash_attn` of programs and libraries that expect it with `flashtile.compat.flash_attn`.
 
 A finder at the end of `sys.meta_path` makes the modules, and has the metadata of a distribution `flash-attn`. Both are
-there from `install` to `uninstall`, and only in a process that has no `flash_attn` of its own.
+there from `install` to `uninstall`, and only in a process that has no `flash_attn` of its own. The module
+`flash_attn_interface`, FlashAttention-3's, is there if `install` was asked for it.
 """
 
 import importlib
@@ -18,10 +19,13 @@ from typing import Any
 from ..errors import AttentionError
 
 NAME = "flash_attn"
+INTERFACE_3 = "flash_attn_interface"
 SOURCE = "flashtile.compat.flash_attn"
 VERSION = "2.8.3"  # the release whose interface this is
-PACKAGES = ("", ".layers")
-MODULES = ("", ".bert_padding", ".flash_attn_interface", ".layers", ".layers.rotary")
+PACKAGES = (NAME, f"{NAME}.layers")
+MODULES = {
+    NAME + name: SOURCE + name for name in ("", ".bert_padding", ".flash_attn_interface", ".layers", ".layers.rotary")
+}
 METADATA = f"""\
 Metadata-Version: 2.1
 Name: flash-attn
@@ -61,14 +65,17 @@ class FlashAttnLoader(Loader):
 class FlashAttnFinder(DistributionFinder):
     """Finder of the modules and the metadata of `flash_attn`."""
 
+    def __init__(self) -> None:
+        self.modules = MODULES
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        name = fullname.removeprefix(NAME)
-        if not fullname.startswith(NAME) or name not in MODULES:
+        source = self.modules.get(fullname)
+        if source is None:
             return None
-        loader = FlashAttnLoader(f"{SOURCE}{name}")
-        return importlib.util.spec_from_loader(fullname, loader, origin=SOURCE + name, is_package=name in PACKAGES)
+        loader = FlashAttnLoader(source)
+        return importlib.util.spec_from_loader(fullname, loader, origin=source, is_package=fullname in PACKAGES)
 
     def find_distributions(self, context: Any = None) -> Iterable[Distribution]:
         asked = {} if context is None else vars(context)
@@ -90,31 +97,44 @@ class Installation:
         uninstall()
 
 
-def install() -> Installation:
+def install(*, flash_attn_3: bool = False) -> Installation:
     """Make `import flash_attn` find `flashtile.compat.flash_attn` in this process, until `uninstall`.
 
     `importlib.util.find_spec` and `importlib.metadata` find it too, under the version that it follows. Call it before
-    transformers is imported, which reads the list of packages once. A second call changes nothing.
+    transformers is imported, which reads the list of packages once. The same call again changes nothing.
+
+    Args:
+        flash_attn_3: also make `import flash_attn_interface`, the name of FlashAttention-3, find
+            `flashtile.compat.flash_attn_3`. Programs that find that module prefer it to `flash_attn`.
 
     Raises:
-        AttentionError: a `flash_attn` is installed or imported already. It stays as it is.
+        AttentionError: one of these modules is installed or imported already. It stays as it is.
     """
     if FINDER not in sys.meta_path:
-        found = sys.modules.get(NAME) or importlib.util.find_spec(NAME)
-        if found is not None:
-            place = getattr(found, "__file__", None) or getattr(found, "origin", None) or "a package without a file"
-            raise AttentionError(
-                f"flash_attn exists already: {place}.\n  accepted: a Python environment without flash_attn\n"
-                "  a call that works: from flashtile.compat.flash_attn import flash_attn_func"
-            )
+        refuse_another(NAME, "from flashtile.compat.flash_attn import flash_attn_func")
+    if flash_attn_3 and INTERFACE_3 not in FINDER.modules:
+        refuse_another(INTERFACE_3, "from flashtile.compat.flash_attn_3 import flash_attn_func")
+        FINDER.modules = {**MODULES, INTERFACE_3: "flashtile.compat.flash_attn_3"}
+    if FINDER not in sys.meta_path:
         sys.meta_path.append(FINDER)
-        importlib.invalidate_caches()
+    importlib.invalidate_caches()
     return Installation()
+
+
+def refuse_another(name: str, instead: str) -> None:
+    found = sys.modules.get(name) or importlib.util.find_spec(name)
+    if found is not None:
+        place = getattr(found, "__file__", None) or getattr(found, "origin", None) or "a package without a file"
+        raise AttentionError(
+            f"{name} exists already: {place}.\n  accepted: a Python environment without {name}\n"
+            f"  a call that works: {instead}"
+        )
 
 
 def uninstall() -> None:
     """Undo `install`: `import flash_attn` fails again. Names that were imported meanwhile keep working."""
     if FINDER in sys.meta_path:
         sys.meta_path.remove(FINDER)
-        for name in MODULES:
-            sys.modules.pop(NAME + name, None)
+        for name in FINDER.modules:
+            sys.modules.pop(name, None)
+        FINDER.modules = MODULES
