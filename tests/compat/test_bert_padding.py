@@ -1,5 +1,10 @@
 """`flash_attn.bert_padding`: tokens of a padded batch, and back."""
 
+import importlib.util
+import sys
+from types import SimpleNamespace
+
+import pytest
 import torch
 from flash_formula import gradients, leaves, randn
 
@@ -9,6 +14,7 @@ from flashtile.compat.flash_attn.bert_padding import (
     pad_input,
     unpad_input,
 )
+from flashtile.errors import AttentionError
 
 MASK = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 1]])
 
@@ -46,3 +52,19 @@ def test_rows() -> None:
     back = index_put_first_axis(x[:2], torch.tensor([3, 1]), 5)
     assert torch.equal(back[[3, 1]], x[:2])
     assert not back[[0, 2, 4]].any()
+
+
+def test_rearrange_is_that_of_einops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With einops and without."""
+    for einops in (SimpleNamespace(rearrange=max), None):
+        monkeypatch.setitem(sys.modules, "einops", einops)
+        spec = importlib.util.find_spec("flashtile.compat.flash_attn.bert_padding")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        if einops is not None:
+            assert module.rearrange is max
+        else:
+            with pytest.raises(AttentionError, match="pip install einops"):
+                module.rearrange(MASK, "a b -> b a")

@@ -1,11 +1,24 @@
 """`flash_attn.bert_padding`: padded batches as packed tokens, and back. Differentiable."""
 
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input"]
+from ...errors import AttentionError
+
+__all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "rearrange", "unpad_input"]
+
+
+def absent(*_: Any, **__: Any) -> Any:
+    raise AttentionError("rearrange is einops', which is not installed.\n  a command that helps: pip install einops")
+
+
+try:  # programs import it from here, where flash_attn has it for its own use
+    rearrange = import_module("einops").rearrange
+except ImportError:
+    rearrange = absent
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:  # noqa: A002 - the original's name
