@@ -10,6 +10,7 @@ from .api.attention import ExactWindow, attention, attention_varlen, attention_w
 from .api.explain import Explanation, explain
 from .api.merge import merge_attention
 from .block_mask import BlockMask
+from .dispatch import flops as _flops  # noqa: F401 - PyTorch's counter finds its formulas
 from .dispatch.planner import BackendStatus, backends
 from .errors import ArgumentError, AttentionError, AttentionWarning, BackendError
 from .expression import MaskMod, ScoreMod

@@ -81,7 +81,8 @@ def without_derivatives(*operands: Any) -> tuple[Tensor, Tensor]:
         return torch.ops.flashtile.attention_with_kvcache.default(*operands)
 
 
-def run(q: Tensor, *operands: Any) -> tuple[Tensor, Tensor]:
+def call_of(q: Tensor, *operands: Any) -> CacheCall:
+    """The inverse of `arguments`."""
     values = list(operands)
     cache = CacheTensors(*values[: len(CacheTensors._fields)])
     rest = values[len(CacheTensors._fields) :]
@@ -89,7 +90,11 @@ def run(q: Tensor, *operands: Any) -> tuple[Tensor, Tensor]:
     modifiers, interleaved, q_fixed, *scalars = rest[len(FEATURES) :]
     features = Tensors(q, cache.k_cache, cache.v_cache, score_mod_tensors=modifiers, **named)
     settings = Settings(**dict(zip([field.name for field in OF_CACHE], scalars, strict=True)))
-    return run_with_cache(CacheCall(Call(features, settings), cache, RotarySettings(interleaved, q_fixed)))
+    return CacheCall(Call(features, settings), cache, RotarySettings(interleaved, q_fixed))
+
+
+def run(*operands: Any) -> tuple[Tensor, Tensor]:
+    return run_with_cache(call_of(*operands))
 
 
 @untraced
