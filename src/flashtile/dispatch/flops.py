@@ -17,7 +17,6 @@ from torch import Tensor
 from ..call.cache import CacheCall
 from ..call.cache_tensors import appended, count, held
 from ..call.call import Call
-from ..iomodel import backward_flops, forward_flops
 from . import cache_operator
 from .operators import OPERATORS, Operators
 
@@ -67,16 +66,22 @@ def summed(rows: Tensor | int, keys: Tensor | int, batch: int) -> int:
 
 
 def of_forward(operators: Operators, *arguments: Any, out_val: Any = None) -> int:
+    from ..iomodel import forward_flops  # here and below: not needed by `import flashtile`
+
     call = operators.call(arguments)
     return forward_flops(num_pairs(call), call.tensors.q.shape[-1], call.tensors.v.shape[-1])
 
 
 def of_backward(operators: Operators, *arguments: Any, out_val: Any = None) -> int:
+    from ..iomodel import backward_flops
+
     call = operators.call(arguments[-len(operators.fields) :])
     return backward_flops(num_pairs(call), call.tensors.q.shape[-1], call.tensors.v.shape[-1])
 
 
 def of_cache(*arguments: Any, out_val: Any = None) -> int:
+    from ..iomodel import forward_flops
+
     call = cache_operator.call_of(*arguments)
     return forward_flops(num_cache_pairs(call), call.tensors.q.shape[-1], call.cache.v_cache.shape[-1])
 

@@ -2,13 +2,15 @@
 (docs/journal/2026-11-26-wide-heads.md).
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ...call.device import Device
 from ...call.problem import Problem
-from .score_blocks import Sizes, blocks_of, sizes_of_problem
+
+if TYPE_CHECKING:
+    from .score_blocks import Sizes
 
 # Head dimensions above which tiles are too small to be fast, and the pairs times features of a call from which
 # PyTorch's matrix products may need less time (docs/journal/2026-11-25-few-rows.md, -wide-heads.md).
@@ -46,6 +48,8 @@ def is_wide(problem: Problem) -> bool:
 
 def is_faster(problem: Problem, *, backward: bool) -> bool:
     """Whether PyTorch's products of half precision take less time than kernels, which multiply visible pairs alone."""
+    from .score_blocks import blocks_of, sizes_of_problem  # not needed by `import flashtile`
+
     p, this = problem, BACKWARD if backward else FORWARD
     sizes = sizes_of_problem(p, parts=False)
     blocks, operations = blocks_of(sizes), this.products * (p.head_dim + p.head_dim_v)
@@ -56,7 +60,7 @@ def is_faster(problem: Problem, *, backward: bool) -> bool:
     return by_pytorch < visible(sizes) * operations / this.kernels + this.least
 
 
-def visible(sizes: Sizes) -> int:
+def visible(sizes: "Sizes") -> int:
     """About how many scores are visible by position: of every 64th row."""
     step = 64
     keys = sum(hi - lo for lo, hi in (sizes.visible(row, row + 1) for row in range(0, sizes.seqlen, step)))
