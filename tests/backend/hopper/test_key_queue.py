@@ -74,8 +74,8 @@ def test_programs_of_a_group(heads: tuple[int, int], lengths: tuple[int, int], w
 def test_last_wave() -> None:
     """More programs than one for each tile, where whole waves leave few; whole blocks of all heads that take turns."""
 
-    def wave(heads: int, n_blocks: int, heads_at_once: int, steps: int) -> LastWave | None:
-        return last_wave(heads, n_blocks, heads_at_once, steps, 132)
+    def wave(heads: int, n_blocks: int, heads_at_once: int, m_blocks: int, group: int = 1) -> LastWave | None:
+        return last_wave(heads, n_blocks, heads_at_once, m_blocks, group, 132)
 
     assert wave(24, 72, 1, 144) == LastWave(1716, 12, 23, 1, 11)
     assert wave(24, 34, 3, 67) == LastWave(792, 24, 21, 3, 5)
@@ -84,3 +84,5 @@ def test_last_wave() -> None:
     assert wave(24, 36, 3, 72) is None  # half a wave
     assert wave(11, 12, 1, 12) is wave(10, 12, 1, 12) is None  # a whole wave, or less
     assert wave(68, 4, 1, 500) is None  # a last wave that begins before the last head
+    assert wave(8, 18, 7, 1, 24) is None  # programs share blocks of rows, not heads of a group
+    assert wave(8, 18, 7, 2, 12) == LastWave(132, 12, 7, 1, 2)

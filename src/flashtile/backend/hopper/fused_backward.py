@@ -135,8 +135,7 @@ class FusedBackward(BackwardLaunches):
         shared = config.splits > 1 or config.row_chunks > 1 or config.in_order
         if not equal or shared or needs.alibi_slopes or self.seqused_k is not None:
             return None
-        steps = self.group * self.blocks.m_blocks
-        return last_wave(self.heads, self.blocks.n_blocks, l2_swizzle, steps, self.cores)
+        return last_wave(self.heads, self.blocks.n_blocks, l2_swizzle, self.blocks.m_blocks, self.group, self.cores)
 
     def launch_last_wave(
         self, wave: LastWave, pointers: Pointers, scalars: dict[str, Any], dk: Tensor, dv: Tensor

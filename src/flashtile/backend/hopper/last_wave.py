@@ -35,9 +35,11 @@ class LastWave(NamedTuple):
         return KeyRows(self.first_head, self.heads, min(seqlen_k, self.num_tiles // self.heads * block_n))
 
 
-def last_wave(heads: int, n_blocks: int, heads_at_once: int, steps: int, programs: int) -> LastWave | None:
-    """The last wave of `n_blocks` tiles of each head, with `steps` blocks of rows each; `None` if dividing it gains
-    little, or if it begins before the last heads that take turns.
+def last_wave(
+    heads: int, n_blocks: int, heads_at_once: int, m_blocks: int, group: int, programs: int
+) -> LastWave | None:
+    """The last wave of `n_blocks` tiles of each head, which visit `m_blocks` blocks of rows of each of a group's heads;
+    `None` if dividing it gains little, or if it begins before the last heads that take turns.
     """
     waves, rest = divmod(heads * n_blocks, programs)
     if waves == 0 or rest == 0:
@@ -48,10 +50,10 @@ def last_wave(heads: int, n_blocks: int, heads_at_once: int, steps: int, program
         return None
 
     def time(splits: int) -> float:
-        return -(-num_tiles * splits // programs) * (steps / splits + ENDS)
+        return -(-num_tiles * splits // programs) * (-(-m_blocks // splits) * group + ENDS)
 
-    splits = min(range(2, min(MAX_SPLITS, steps) + 1), key=time, default=1)
-    whole = steps + ENDS
+    splits = min(range(2, min(MAX_SPLITS, m_blocks) + 1), key=time, default=1)
+    whole = m_blocks * group + ENDS
     if waves * whole + LAUNCHES + time(splits) > GAIN * (waves + 1) * whole:
         return None
     return LastWave(heads * n_blocks - num_tiles, num_tiles, heads - last_heads, last_heads, splits)
