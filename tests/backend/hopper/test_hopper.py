@@ -314,7 +314,7 @@ def test_biases_with_unaligned_rows_are_copied_where_enough_pairs_share_them() -
     """Once in each pass, or in backward alone; not of 32 bits, with aligned rows or for kernels without tiles."""
 
     def copies(bias: torch.Tensor, batch: int = 3, width: int = 64) -> int:
-        q, k = (torch.empty(batch, 2, n, width, dtype=torch.bfloat16) for n in (130, 133))
+        q, k = (torch.empty(batch, 2, n, width, dtype=torch.bfloat16) for n in (130, bias.shape[3]))
         launches = hopper_launches_of(described_call(q, k, k, None, None, {"bias": bias}))
         return [launch.name for launch in launches].count("align_rows")
 
@@ -322,6 +322,8 @@ def test_biases_with_unaligned_rows_are_copied_where_enough_pairs_share_them() -
     assert copies(bias) == copies(bias, width=128) == 2
     assert copies(bias, batch=1) == copies(bias.repeat(3, 1, 1, 1)) == 1
     aligned = torch.empty(1, 2, 130, 136, dtype=torch.bfloat16)[..., :133]
+    strides = 2 * 130 * 134 + 1, 130 * 134, 134, 1  # that of a single sequence is never used
+    assert copies(bias.new_empty(2 * 130 * 134).as_strided((1, 2, 130, 134), strides)) == 2
     assert copies(bias.float()) == copies(aligned) == copies(bias, width=192) == copies(bias[:, :, :1]) == 0
 
 

@@ -60,9 +60,17 @@ def aligned_rows(recorder: Recorder, bias: Tensor) -> Tensor:
         "BLOCK_N": COPIED_WORDS,
         "num_warps": 4,
     }
-    pointers = {name: Described(x, Tensor.view, UNITS[unit]) for name, x in (("x", bias), ("aligned", aligned))}
+    pointers = {name: Described(x, in_words, UNITS[unit]) for name, x in (("x", bias), ("aligned", aligned))}
     recorder.launch(ALIGN_ROWS, pointers, math.prod(leading) * row_tiles * key_tiles, scalars)
     return aligned
+
+
+def in_words(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in words of several elements. `view` looks at strides of single sequences and heads too, which are
+    never used.
+    """
+    strides = [0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True)]
+    return x.as_strided(x.shape, strides).view(dtype)
 
 
 def forward_tiles(call: Call, config: ForwardConfig) -> tuple[ForwardConfig, dict[str, Any]]:
