@@ -200,9 +200,7 @@ class FusedBackwardConfig(Constexpr):
     producer_registers: int
     early_half_exps: bool  # compute half of a block's exponentials one product earlier
     late_dq: bool = False  # compute dq one step later, and add it in any order (`kernels.backward.late_dq`)
-    keys_in_registers: bool = (
-        False  # k and v are left operands in registers, which products read from shared memory else
-    )
+    keys_in_registers: bool = False  # products read k and v from registers, not from shared memory
     lpt: bool = False  # longest processing time first (`kernels.backward.tile_scheduler`)
     in_order: bool = False  # accumulate dq in a fixed order (`kernels.backward.dq_writer`)
     dq_parts: int = 1  # accumulators of dq that blocks of keys share; `postprocess` adds them
