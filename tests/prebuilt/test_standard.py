@@ -87,6 +87,15 @@ def test_masks_with_lists_of_blocks_and_without(seqlen: int, rows: int | None) -
     assert is_covered(StandardCall("attention", {"q": q, "k": q, "v": q, "mask": mask}, backward=True))
 
 
+def test_last_waves() -> None:
+    """Of odd lengths, so that the rows of lse which a launch merges begin at an unaligned address."""
+    q = torch.empty(1, 6, 20001, 96, dtype=torch.bfloat16, device="meta")
+    call = StandardCall("attention", {"q": q, "k": q, "v": q}, backward=True)
+    launched = [x.kernel.title.split(":")[1] for x in launches(call, H200)]
+    assert (launched.count("forward_kernel"), launched.count("backward_kernel")) == (2, 2)
+    assert is_covered(call)
+
+
 def test_what_is_not_in_the_set() -> None:
     """So that coverage can fail."""
     q = torch.empty(1, 2, 300, 512, dtype=torch.bfloat16)
