@@ -303,6 +303,7 @@ def test_wide_heads_of_float32_are_left_to_matrix_products() -> None:
         ({"window": Window(None, 0)}, (True, True)),
         ({"window": Window(15, 0)}, (False, False)),
         ({"window": Window(1023, 0)}, (False, True)),
+        ({"seqlen_q": 1, "seqlen_k": 65536}, (False, True)),  # not counted as 64 rows
         ({"features": Features(mask=(False, True, False, False))}, (True, True)),
         ({"mask_mod": mock.sentinel.formula}, (False, True)),
         ({"num_heads_kv": 8, "head_dim": 264, "head_dim_v": 264}, (False, True)),

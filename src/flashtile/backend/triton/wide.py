@@ -63,8 +63,11 @@ def is_faster(problem: Problem, *, backward: bool) -> bool:
 def visible(sizes: "Sizes") -> int:
     """About how many scores are visible by position: of every 64th row."""
     step = 64
-    keys = sum(hi - lo for lo, hi in (sizes.visible(row, row + 1) for row in range(0, sizes.seqlen, step)))
-    return keys * step * sizes.heads * sizes.group
+    pairs = 0
+    for row in range(0, sizes.seqlen, step):
+        lo, hi = sizes.visible(row, row + 1)
+        pairs += (hi - lo) * min(step, sizes.seqlen - row)
+    return pairs * sizes.heads * sizes.group
 
 
 def takes_products(problem: Problem, device: Device, *, backward: bool = False) -> bool:
