@@ -114,5 +114,5 @@ def max_threads(call: Call, lengths: Lengths, rows: int) -> int:
 
 
 def threads_for(work_per_key: int, seqlen_k: int) -> int:
-    """As `max_threads`, of so many multiply-adds for each key."""
+    """As `max_threads`, from the multiply-adds of all rows with one key."""
     return max(1, work_per_key * seqlen_k // WORK_PER_THREAD)

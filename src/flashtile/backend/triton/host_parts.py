@@ -37,7 +37,7 @@ def right(recorder: Recorder, x: Tensor) -> Tensor:
 
 
 def summands(recorder: Recorder, x: Tensor, chunk: int) -> Tensor:
-    """The rows that sums over keys or rows weigh, so many at once."""
+    """The rows that sums over keys or rows weigh, `chunk` at once."""
     return operand(recorder, x, REVERSED, chunk)
 
 
