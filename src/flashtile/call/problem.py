@@ -157,12 +157,12 @@ class Problem:
         window = self.window._replace(chunk=power_of_two(self.window.chunk))
         if min(window.left or 0, window.right or 0) >= 0:
             window = window._replace(left=power_of_two(window.left), right=power_of_two(window.right))
-        lengths = fine_length(self.seqlen_q, FINE), fine_length(self.seqlen_k, FINE)
+        rows, keys = (rounded(n, PARTS, FINE) for n in (self.seqlen_q, self.seqlen_k))
         is_fine = self.layout == "dense" and self.seqlen_q > FEW_ROWS
         return replace(
             self,
-            fine=Counts(fine_length(self.batch, 1), *lengths) if is_fine else None,
-            batch=fine_batch(self.batch) if self.seqlen_q <= FEW_ROWS else power_of_two(self.batch),
+            fine=Counts(rounded(self.batch, PARTS), rows, keys) if is_fine else None,
+            batch=rounded(self.batch, STEPS) if self.seqlen_q <= FEW_ROWS else power_of_two(self.batch),
             seqlen_q=power_of_two(self.seqlen_q),
             seqlen_k=power_of_two(self.seqlen_k),
             window=window,
@@ -187,15 +187,11 @@ def power_of_two(n: int | None) -> int | None:
     return n if n is None or n <= 1 else 1 << (n - 1).bit_length()
 
 
-def fine_length(n: int, least: int) -> int:
-    """`n` rounded up to a multiple of one part of the power of two that it is above, or of `least` if that is more."""
-    step = max(least, power_of_two(n) // 2 // PARTS)
-    return -(-n // step) * step
-
-
-def fine_batch(n: int) -> int:
-    """`n` rounded up by less than an eighth: exact up to 16, then 18, 20, ..., 32, 36, ..."""
-    step = max(1, power_of_two(n) // (2 * STEPS))
+def rounded(n: int, parts: int, least: int = 1) -> int:
+    """`n` rounded up to a multiple of one of so many parts of the power of two that it is above, or of `least` if that
+    is more: by eight parts exact up to 16, then 18, 20, ..., 32, 36, ...
+    """
+    step = max(least, power_of_two(n) // 2 // parts)
     return -(-n // step) * step
 
 

@@ -1,9 +1,11 @@
 """The queue of blocks of keys in Hopper's backward pass, and its last wave."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from windowed import WINDOWS, visible_blocks
 
 from flashtile.api.explain import described_call
 from flashtile.backend.hopper.key_queue import KeyQueue, head_splits, steps_of_blocks
@@ -11,10 +13,6 @@ from flashtile.backend.hopper.last_wave import KeyRows, LastWave, last_wave
 from flashtile.backend.hopper.tables import FUSED_BACKWARD
 from flashtile.call.call import Settings
 
-WINDOWS: tuple[dict[str, Any], ...] = (
-    {"window_right": 0}, {"window_right": -70}, {"top_left": True}, {"window_left": 90, "window_right": 20},
-    {"window_right": 0, "diagonal": 40, "i0": 300, "j0": 100}, {"top_left": True, "i0": 64, "j0": 200},
-)  # fmt: skip
 M, N = 64, 128
 
 
@@ -22,22 +20,8 @@ M, N = 64, 128
 @pytest.mark.parametrize(("rows", "keys"), [(300, 300), (130, 400), (257, 60)])
 def test_steps_are_the_blocks_with_visible_pairs(sides: dict[str, Any], rows: int, keys: int) -> None:
     settings = Settings(1.0, **sides)
-    diagonal = keys - rows + settings.diagonal
-
-    def sees(i: int, j: int) -> bool:
-        i, j = i + settings.i0, j + settings.j0
-        left, right = settings.window_left, settings.window_right
-        return (
-            (left is None or j >= i + diagonal - left)
-            and (right is None or j <= i + diagonal + right)
-            and (not settings.top_left or j <= i)
-        )
-
-    expected = [
-        len({i // M for i in range(rows) if any(sees(i, j) for j in range(first, min(first + N, keys)))})
-        for first in range(0, keys, N)
-    ]
-    assert steps_of_blocks(settings, rows, keys, M, N) == expected
+    counts = Counter(key_block for _, key_block in visible_blocks(settings, rows, keys, M, N))
+    assert steps_of_blocks(settings, rows, keys, M, N) == [counts[n] for n in range(-(-keys // N))]
 
 
 def queue_of(heads: int, seqlen: int, width: int, block_m: int) -> KeyQueue:

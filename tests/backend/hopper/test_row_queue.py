@@ -1,10 +1,12 @@
 """The queue of tiles of rows of Hopper's forward pass."""
 
+from collections import Counter
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from windowed import WINDOWS, visible_blocks
 
 from flashtile.api.explain import described_call
 from flashtile.backend.hopper import scheduler_args
@@ -13,10 +15,6 @@ from flashtile.backend.hopper.scheduler_args import l2_swizzle
 from flashtile.call.call import Settings
 from flashtile.call.device import Device
 
-WINDOWS: tuple[dict[str, Any], ...] = (
-    {"window_right": 0}, {"window_right": -70}, {"top_left": True}, {"window_left": 90, "window_right": 20},
-    {"window_right": 0, "diagonal": 40, "i0": 300, "j0": 100}, {"top_left": True, "i0": 64, "j0": 200},
-)  # fmt: skip
 M, N = 64, 128
 
 
@@ -24,22 +22,8 @@ M, N = 64, 128
 @pytest.mark.parametrize(("rows", "keys"), [(300, 300), (130, 400), (257, 60)])
 def test_steps_are_the_blocks_with_visible_pairs(sides: dict[str, Any], rows: int, keys: int) -> None:
     settings = Settings(1.0, **sides)
-    diagonal = keys - rows + settings.diagonal
-
-    def sees(i: int, j: int) -> bool:
-        i, j = i + settings.i0, j + settings.j0
-        left, right = settings.window_left, settings.window_right
-        return (
-            (left is None or j >= i + diagonal - left)
-            and (right is None or j <= i + diagonal + right)
-            and (not settings.top_left or j <= i)
-        )
-
-    for_rows = [
-        len({j // N for j in range(keys) if any(sees(i, j) for i in range(first, min(first + M, rows)))})
-        for first in range(0, rows, M)
-    ]
-    assert key_steps(settings, rows, keys, M, N) == for_rows
+    counts = Counter(row_block for row_block, _ in visible_blocks(settings, rows, keys, M, N))
+    assert key_steps(settings, rows, keys, M, N) == [counts[n] for n in range(-(-rows // M))]
 
 
 @pytest.mark.parametrize(

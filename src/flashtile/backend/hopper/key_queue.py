@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from ...call.call import Call, Settings
 from ...call.window import row_range
-from .queue_time import ENDS, queue_time
+from .queue_time import ENDS, fewest_groups, queue_time
 from .scheduler_args import equal_groups
+from .split_times import divisors
 from .tile_config import FusedBackwardConfig
 
 L2_BYTES = 48 * 2**20  # of rows and their dq accumulators that stay in the L2 cache
@@ -41,7 +42,7 @@ class KeyQueue(NamedTuple):
         too late for that.
         """
         few = self.fitting_heads(2 * self.programs // len(self.steps))
-        more = -(-self.heads // -(-self.heads // max(L2_BYTES // self.bytes_per_head, 1)))
+        more = fewest_groups(self.heads, L2_BYTES // self.bytes_per_head)
         if more <= few or not self.is_short:
             return few
         return more if self.time(more) < GAIN * self.time(few) else few
@@ -77,7 +78,6 @@ def head_splits(call: Call, config: FusedBackwardConfig, cores: int) -> int:
     steps = steps_of_blocks(call.settings, seqlen_q, seqlen_k, config.block_m, config.block_n)
     # fp32 zeros, sums and results
     bytes_split = batch * num_heads_k * seqlen_k * config.head_dim.width * 20
-
     windowed = call.settings.window.left is not None
 
     @cache
@@ -92,7 +92,7 @@ def head_splits(call: Call, config: FusedBackwardConfig, cores: int) -> int:
         visited = tuple(group // parts * n for n in steps)
         return KeyQueue(heads, visited, min(cores, tiles), rows * config.bytes_per_row, parts)
 
-    choices = [n for n in range(1, group + 1) if group % n == 0]
+    choices = divisors(group)
     fitting = [n for n in choices if queue(n).bytes_in_flight <= L2_BYTES] or choices[-1:]
     return next(n for n in fitting if time(n) <= SLACK * min(map(time, fitting)))
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ...call.call import Settings
 from ...call.window import key_range
-from .queue_time import queue_time
+from .queue_time import fewest_groups, queue_time
 
 SHORT_QUEUE = 8  # tiles for each program; in longer queues the end matters less than the L2 cache
 GAIN = 0.97  # of the time, with which more heads at once are worth their room in the L2 cache
@@ -28,7 +28,7 @@ class RowQueue(NamedTuple):
         """
         if few >= self.heads or self.heads * len(self.steps) > SHORT_QUEUE * self.programs:
             return few
-        more = -(-self.heads // -(-self.heads // max(most, 1)))
+        more = fewest_groups(self.heads, most)
         if more > few and self.time(more) < GAIN * self.time(few):
             few = more
         return self.heads if self.time(self.heads) < MUCH * self.time(few) else few

@@ -22,3 +22,8 @@ def time(splits: int, tiles: int, blocks: int, bytes_per_split: int, cores: int)
 
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def divisors(n: int) -> list[int]:
+    """The numbers of programs that share a group of `n` heads evenly."""
+    return [parts for parts in range(1, n + 1) if n % parts == 0]

@@ -6,7 +6,7 @@ With few rows or keys, tiles alone leave cores idle, and programs of the backwar
 from ...call.device import Device
 from ...call.problem import Problem
 from .listed import expects_lists
-from .split_times import cdiv, fastest, time
+from .split_times import cdiv, divisors, fastest, time
 from .tables import keys_per_row
 from .tile_config import DkdvConfig, ForwardConfig, FusedBackwardConfig
 
@@ -51,7 +51,7 @@ def head_splits(problem: Problem, device: Device, config: FusedBackwardConfig) -
     if problem.layout != "dense" or problem.window.unlimited:
         return 1
     group = problem.num_heads_q // problem.num_heads_kv
-    choices = [n for n in range(1, group + 1) if group % n == 0]
+    choices = divisors(group)
     even = (n for n in choices if not uneven(problem, device, config, n, UNEVEN))
     return next(even, 1 if uneven(problem, device, config, group, NEARLY_EVEN) else group)
 
@@ -61,7 +61,7 @@ def dkdv_head_splits(problem: Problem, device: Device, config: DkdvConfig) -> in
     group = problem.num_heads_q // problem.num_heads_kv
     if problem.layout != "dense" or group == 1:
         return 1
-    choices = [n for n in range(1, group + 1) if group % n == 0]
+    choices = divisors(group)
     if not problem.window.unlimited:
         return next((n for n in choices if not uneven(problem, device, config, n, NEARLY_EVEN)), group)
     keys = problem.seqlen_k * problem.num_heads_kv * problem.batch
