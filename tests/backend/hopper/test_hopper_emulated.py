@@ -19,7 +19,7 @@ from hopper_variants import VARIANTS, case_of, with_tiles
 
 import flashtile
 from flashtile.backend.gpu import replay
-from flashtile.backend.hopper import splits, support, tables
+from flashtile.backend.hopper import head_splits, splits, support, tables
 from flashtile.testing.case import Case
 from flashtile.testing.oracle import solve
 from flashtile.testing.poison import poisoned_allocation
@@ -171,7 +171,7 @@ def test_last_wave_of_rows(name: str, rows: int, divided: bool) -> None:
     case = replace(replace(VARIANTS[name], seqlen_q=rows, seqlen_k=300).case(2, "cpu"), forward_only=True)
     with (
         mock.patch(f"{row_wave}.LEAST_GAIN", -9),
-        mock.patch(f"{row_wave}.fastest", return_value=3),
+        mock.patch(f"{row_wave}.Tiles.fastest", return_value=3),
         emulated(CORES, 0) as launched,
         poisoned_allocation(),
     ):
@@ -180,27 +180,28 @@ def test_last_wave_of_rows(name: str, rows: int, divided: bool) -> None:
     assert launched == ["forward_kernel", "forward_kernel", "combine_kernel"][: 3 if divided else 1]
 
 
-@pytest.mark.parametrize(("name", "head_splits", "row_splits"), [
+@pytest.mark.parametrize(("name", "heads", "row_splits"), [
     ("grouped heads 64", 3, 1), ("deterministic grouped heads 128", 2, 3),
     ("deterministic grouped heads 128", 4, 1), ("slopes and window 96", 4, 1),
 ])  # fmt: skip
-def test_split_heads(name: str, head_splits: int, row_splits: int) -> None:
+def test_split_heads(name: str, heads: int, row_splits: int) -> None:
     """Heads of a group, alone and with split rows."""
     case = case_of(name, hash_of(name), "cpu", AROUND_TILES)
-    of_heads = mock.Mock(return_value=head_splits)
+    of_heads = mock.Mock(return_value=heads)
     with (
-        mock.patch.multiple(splits, head_splits=of_heads, row_splits=mock.Mock(return_value=row_splits)),
-        mock.patch(f"{emulated_kernels().__package__}.fused_backward.head_splits", of_heads),
+        mock.patch.object(head_splits, "of_plan", of_heads),
+        mock.patch.object(splits, "row_splits", return_value=row_splits),
+        mock.patch(f"{emulated_kernels().__package__}.head_splits.of_call", of_heads),
     ):
         assert wrong(case, seed=0) == []
 
 
-@pytest.mark.parametrize(("name", "head_splits"), [
+@pytest.mark.parametrize(("name", "heads"), [
     ("causal 256", 2), ("grouped heads 160", 4), ("window 192", 2), ("dropout 256", 2),
 ])  # fmt: skip
-def test_split_heads_of_wide_kernels(name: str, head_splits: int) -> None:
+def test_split_heads_of_wide_kernels(name: str, heads: int) -> None:
     case = replace(VARIANTS[name], heads=(4, 1)).case(hash_of(name), "cpu", AROUND_TILES)
-    with mock.patch.object(splits, "dkdv_head_splits", return_value=head_splits):
+    with mock.patch.object(head_splits, "of_dkdv", return_value=heads):
         assert wrong(case, seed=0) == []
 
 

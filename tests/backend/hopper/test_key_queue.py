@@ -8,7 +8,8 @@ import torch
 from windowed import WINDOWS, visible_blocks
 
 from flashtile.api.explain import described_call
-from flashtile.backend.hopper.key_queue import KeyQueue, head_splits, steps_of_blocks
+from flashtile.backend.hopper import head_splits
+from flashtile.backend.hopper.key_queue import KeyQueue, steps_of_blocks
 from flashtile.backend.hopper.last_wave import KeyRows, LastWave, last_wave
 from flashtile.backend.hopper.tables import FUSED_BACKWARD
 from flashtile.call.call import Settings
@@ -52,7 +53,7 @@ def test_programs_of_a_group(heads: tuple[int, int], lengths: tuple[int, int], w
     """
     q, k = (torch.empty(1, h, n, width, device="meta") for h, n in zip(heads, lengths, strict=True))
     call = described_call(q, k, k, None, None, {"causal": True})
-    assert head_splits(call, FUSED_BACKWARD[width], 132) == expected
+    assert head_splits.of_call(call, FUSED_BACKWARD[width], 132) == expected
 
 
 def test_last_wave() -> None:

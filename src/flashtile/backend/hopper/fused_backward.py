@@ -12,11 +12,11 @@ from ..gpu.kernel import Kernel
 from ..gpu.pointers import Described, Layout, Pointers
 from ..gpu.replay import Recorder, Results
 from ..scalars import strides
+from . import head_splits
 from .backward_launches import WARPS, BackwardLaunches, cores_of
 from .bias_tiles import BACKWARD_SHARE, backward_tiles, with_aligned_rows
 from .block_lists import has_lists, key_lists, mask_states
 from .descriptors import dq_accum_descriptor
-from .key_queue import head_splits
 from .last_wave import KeyRows, LastWave, last_wave
 from .slope_gradient import add_slope_parts, new_zeros, slope_parts_shape
 from .tile_config import ALIGN, COMBINE_ROWS, DQ_COLUMNS, MMA_M, NUM_WARPGROUPS, FusedBackwardConfig
@@ -46,7 +46,8 @@ class FusedBackward(BackwardLaunches):
         dout: Tensor,
         states: Tensor | None,
     ):
-        super().__init__(recorder, with_head_splits(config, call._replace(tensors=t)), call, t, dout)
+        splits = head_splits.of_call(call._replace(tensors=t), config, cores_of(t.q))
+        super().__init__(recorder, replace(config, head_splits=splits), call, t, dout)
         self.call = with_aligned_rows(recorder, self.call, self.config, BACKWARD_SHARE)
         self.mask_states = mask_states(recorder, self.call) if states is None else states
         self.slope_parts: Tensor | None = None
@@ -237,13 +238,3 @@ class FusedBackward(BackwardLaunches):
             "cu_seqlens_q": self.cu_seqlens_q,
         }
         self.recorder.launch(POSTPROCESS, pointers, self.blocks.heads * self.blocks.m_blocks, scalars)
-
-
-def with_head_splits(config: FusedBackwardConfig, call: Call) -> FusedBackwardConfig:
-    """The configuration with as many programs for the heads of a group as suit the call's lengths, which a plan knows
-    only roughly: where sums have no order, and rows are not divided.
-    """
-    unequal = call.layout == "dense" and not call.settings.window.unlimited
-    if config.in_order or config.row_splits > 1 or not unequal:
-        return config
-    return replace(config, head_splits=head_splits(call, config, cores_of(call.tensors.q)))

@@ -1,24 +1,19 @@
-"""The queue of blocks of keys in the backward pass, with a diagonal or a window: how many programs share the heads of a
-group, and how many heads take turns, so that rows stay in the L2 cache and programs finish together.
+"""The queue of blocks of keys in the backward pass, with a diagonal or a window: how many heads take turns, so that
+rows stay in the L2 cache and programs finish together.
 """
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
-from ...call.call import Call, Settings
+from ...call.call import Settings
 from ...call.window import row_range
 from .queue_time import ENDS, fewest_groups, queue_time
 from .scheduler_args import equal_groups
-from .split_times import divisors
-from .tile_config import FusedBackwardConfig
 
 L2_BYTES = 48 * 2**20  # of rows and their dq accumulators that stay in the L2 cache
 FEW_PARTS = 8  # of a group of heads, which run at once although their rows do not fit there
 SHORT_QUEUE = 16  # blocks of keys for each program; in longer queues the end matters less than the L2 cache
 GAIN = 0.96  # of the time, with which more heads at once are worth their room in the L2 cache
-SPLIT_LAUNCHES, SPLIT_BYTES = 4.0, 6e6  # blocks of rows that take as long as the launches, and bytes of dk and dv
-SLACK = 1.02  # times the least time, for which fewer programs share a group
-CROWDED = 1.1  # times the time, where rows of a window take more than half of the L2 cache
 
 
 class KeyQueue(NamedTuple):
@@ -66,35 +61,6 @@ class KeyQueue(NamedTuple):
         if self.is_short:
             return self.time(self.heads_at_once())
         return self.heads * (sum(self.steps) + ENDS * len(self.steps)) / self.programs
-
-
-def head_splits(call: Call, config: FusedBackwardConfig, cores: int) -> int:
-    """Programs that share the query heads of a block of keys: as few as leave room in the L2 cache for the rows of all
-    heads in flight, and more where that shortens the queue by more than their dk and dv in fp32 take.
-    """
-    q, k = call.tensors.q, call.tensors.k
-    (batch, num_heads, seqlen_q, _), (_, num_heads_k, seqlen_k, _) = q.shape, k.shape
-    group = num_heads // num_heads_k
-    steps = steps_of_blocks(call.settings, seqlen_q, seqlen_k, config.block_m, config.block_n)
-    # fp32 zeros, sums and results
-    bytes_split = batch * num_heads_k * seqlen_k * config.head_dim.width * 20
-    windowed = call.settings.window.left is not None
-
-    @cache
-    def time(parts: int) -> float:
-        cost = SPLIT_LAUNCHES + bytes_split / SPLIT_BYTES if parts > 1 else 0.0
-        crowded = windowed and queue(parts).bytes_in_flight > L2_BYTES // 2
-        return queue(parts).least_time() * (CROWDED if crowded else 1.0) + cost
-
-    def queue(parts: int) -> KeyQueue:
-        heads, tiles = batch * num_heads_k * parts, batch * num_heads_k * parts * len(steps)
-        rows = group // parts * seqlen_q
-        visited = tuple(group // parts * n for n in steps)
-        return KeyQueue(heads, visited, min(cores, tiles), rows * config.bytes_per_row, parts)
-
-    choices = divisors(group)
-    fitting = [n for n in choices if queue(n).bytes_in_flight <= L2_BYTES] or choices[-1:]
-    return next(n for n in fitting if time(n) <= SLACK * min(map(time, fitting)))
 
 
 def steps_of_blocks(settings: Settings, seqlen_q: int, seqlen_k: int, block_m: int, block_n: int) -> list[int]:

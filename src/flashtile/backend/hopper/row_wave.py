@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ...call.call import NO_FEATURES
 from ...call.problem import Problem
-from .split_times import TILE_BLOCKS, cdiv, fastest, time
+from .split_times import TILE_BLOCKS, Tiles, cdiv
 from .tile_config import ForwardConfig
 
 LAUNCH_BLOCKS = 4.0  # time between the launches, in blocks of keys
@@ -39,7 +39,8 @@ def row_wave(config: ForwardConfig, heads: int, rows: int, keys: int, cores: int
     if config.programs_per_core > 1 or waves == 0 or not 0 < tiles <= blocks:
         return RowWave()
     bytes_per_split = tiles * config.block_m * config.head_dim_v.width * 8  # written and read, in fp32
-    splits = fastest(tiles, steps, bytes_per_split, cores)
-    taken = time(splits, tiles, steps, bytes_per_split, cores) + LAUNCH_BLOCKS
+    last = Tiles(tiles, steps, bytes_per_split)
+    splits = last.fastest(cores)
+    taken = last.time(splits, cores) + LAUNCH_BLOCKS
     saved = 1 - taken / (steps + TILE_BLOCKS)
     return RowWave(tiles, splits, saved) if saved > LEAST_GAIN * (waves + 1) else RowWave()

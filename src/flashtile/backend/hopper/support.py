@@ -256,7 +256,7 @@ def is_faster_with_lists(problem: Problem) -> bool:
 
 def tile(problem: Problem, device: Device) -> "TileConfig":
     """Kernel configurations for the problem."""
-    from . import float32_tables, row_wave, splits, tables  # not needed by `import flashtile`
+    from . import float32_tables, head_splits, row_wave, splits, tables  # not needed by `import flashtile`
 
     if problem.dtype is torch.float32:
         return float32_tables.tile_config(problem)
@@ -266,9 +266,9 @@ def tile(problem: Problem, device: Device) -> "TileConfig":
     counted = problem.counted
     if config.backward.kind == "split":
         dkdv = config.backward.dkdv
-        dkdv = replace(dkdv, head_splits=splits.dkdv_head_splits(counted, device, dkdv))
+        dkdv = replace(dkdv, head_splits=head_splits.of_dkdv(counted, device, dkdv))
         return config._replace(backward=replace(config.backward, dkdv=dkdv))
-    backward = replace(config.backward, head_splits=splits.head_splits(counted, device, config.backward))
+    backward = replace(config.backward, head_splits=head_splits.of_plan(counted, device, config.backward))
     backward = replace(backward, row_splits=splits.row_splits(counted, device, backward))
     backward = replace(backward, row_chunks=splits.row_chunks(counted, backward))
     return config._replace(backward=replace(backward, dq_parts=splits.dq_parts(counted, device, backward)))
