@@ -7,8 +7,6 @@ Causal is a window before it reaches a kernel: bottom-right causal closes the wi
 import math
 from typing import NamedTuple
 
-import torch
-
 
 class Window(NamedTuple):
     """Key `j` is visible to row `i` iff `i + diagonal - left <= j <= i + diagonal + right`, with
@@ -109,17 +107,35 @@ def row_range(window: Window, first_key: int, last_key: int, diagonal: int) -> t
 
 
 def visible_pairs(window: Window, seqlen_q: int, seqlen_k: int) -> int:
-    """The number of (row, key) pairs that the window leaves visible, from which FLOPs are counted."""
-    rows = torch.arange(seqlen_q)
-    diagonal = seqlen_k - seqlen_q
-    lo, hi = torch.zeros_like(rows), torch.full_like(rows, seqlen_k)
-    if window.left is not None:
-        lo = (rows + diagonal - window.left).clamp(min=0)
-    if window.right is not None:
-        hi = hi.minimum(rows + diagonal + window.right + 1)
-    if window.top_left:
-        hi = hi.minimum(rows + 1)
-    if window.chunk is not None:
-        start = (rows + diagonal) // window.chunk * window.chunk
-        lo, hi = lo.maximum(start), hi.minimum(start + window.chunk)
-    return int((hi - lo).clamp(min=0).sum())
+    """The number of (row, key) pairs that the window leaves visible."""
+    diagonal, rows, keys = seqlen_k - seqlen_q, range(seqlen_q), range(seqlen_k)
+    if window.chunk is None:
+        return _pairs_of_band(window, rows, keys, diagonal)
+    pairs = 0
+    for start in range(diagonal - diagonal % window.chunk, seqlen_k, window.chunk):
+        own_rows = rows[max(start - diagonal, 0) : max(start + window.chunk - diagonal, 0)]
+        own_keys = keys[max(start, 0) : max(start + window.chunk, 0)]
+        pairs += _pairs_of_band(window, own_rows, own_keys, diagonal)
+    return pairs
+
+
+def _pairs_of_band(window: Window, rows: range, keys: range, diagonal: int) -> int:
+    """The pairs of some rows and keys that the window's sides leave visible."""
+    ends = [] if window.right is None else [diagonal + window.right + 1]
+    ends += [1] if window.top_left else []
+    visible = _pairs_below(min(ends), rows, keys) if ends else len(rows) * len(keys)
+    if window.left is None:
+        return visible
+    return max(visible - _pairs_below(diagonal - window.left, rows, keys), 0)
+
+
+def _pairs_below(end: int, rows: range, keys: range) -> int:
+    """The pairs with `key < row + end`."""
+
+    def before(n: int) -> int:
+        """Those of the rows whose ends are the first key and the `n - 1` after it."""
+        n, above = min(max(n, 0), len(keys)), max(n - len(keys), 0)
+        return n * (n - 1) // 2 + above * len(keys)
+
+    first = rows.start + end - keys.start
+    return before(first + len(rows)) - before(first)

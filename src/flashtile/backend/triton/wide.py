@@ -2,15 +2,13 @@
 (docs/journal/2026-11-26-wide-heads.md).
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ...call.device import Device
 from ...call.problem import Problem
-
-if TYPE_CHECKING:
-    from .score_blocks import Sizes
+from ...call.window import Window, visible_pairs
 
 # Head dimensions above which tiles are too small to be fast, and the pairs times features of a call from which
 # PyTorch's matrix products may need less time (docs/journal/2026-11-25-few-rows.md, -wide-heads.md).
@@ -18,6 +16,7 @@ WIDE_FLOAT32, MANY_FLOAT32 = 128, 2**30
 WIDE_HALF, MANY_HALF = 256, 2**26
 WIDE_HALF_FORWARD = 320  # kernels with 264 features are faster, in forward
 MOST_KEYS = 2**16  # of a row, which one program reads
+HIDDEN = 8  # keys of a row that kernels multiply at a side of its window
 PRODUCTS, BANDWIDTH = 650e12, 3.2e12  # of PyTorch's products and of memory, a second
 
 
@@ -47,7 +46,7 @@ def is_wide(problem: Problem) -> bool:
 
 
 def is_faster(problem: Problem, *, backward: bool) -> bool:
-    """Whether PyTorch's products of half precision take less time than kernels, which multiply visible pairs alone."""
+    """Whether PyTorch's products of half precision take less time than kernels, which multiply visible tiles alone."""
     from .score_blocks import blocks_of, sizes_of_problem  # not needed by `import flashtile`
 
     p, this = problem, BACKWARD if backward else FORWARD
@@ -57,17 +56,14 @@ def is_faster(problem: Problem, *, backward: bool) -> bool:
     rows = sizes.heads * sizes.rows * max(p.head_dim, p.head_dim_v)
     by_pytorch = scores * (operations / PRODUCTS + this.score_bytes / BANDWIDTH) + this.block * len(blocks)
     by_pytorch += rows * this.row_bytes / BANDWIDTH
-    return by_pytorch < visible(sizes) * operations / this.kernels + this.least
+    multiplied = visible_pairs(widened(p.window), p.seqlen_q, p.seqlen_k) * p.num_heads_q * p.batch
+    return by_pytorch < multiplied * operations / this.kernels + this.least
 
 
-def visible(sizes: "Sizes") -> int:
-    """About how many scores are visible by position: of every 64th row."""
-    step = 64
-    pairs = 0
-    for row in range(0, sizes.seqlen, step):
-        lo, hi = sizes.visible(row, row + 1)
-        pairs += (hi - lo) * min(step, sizes.seqlen - row)
-    return pairs * sizes.heads * sizes.group
+def widened(window: Window) -> Window:
+    """The window with as many keys more as kernels multiply at its sides, where tiles are visible in part."""
+    left, right = (None if side is None else side + HIDDEN for side in (window.left, window.right))
+    return window._replace(left=left, right=right)
 
 
 def takes_products(problem: Problem, device: Device, *, backward: bool = False) -> bool:
