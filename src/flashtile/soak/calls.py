@@ -14,6 +14,7 @@ from ..testing.case import CACHES, Case, MaskFunction
 from ..testing.generate import random_case
 from ..testing.oracle import solve
 from ..testing.tolerance import compare
+from ..verification.examine import is_hopper
 from . import graphs
 from .ledger import Ledger, digest
 from .mistakes import mistaken
@@ -50,7 +51,8 @@ class Caller:
         """Make and count one call; the ledger gets its failure."""
         words = f"seed {seed}, backend {backend}"
         try:
-            case = random_case(seed, device=self.problems.device)
+            device = self.problems.device
+            case = random_case(seed, device=device, on_hopper=is_hopper(device))
             wrong = getattr(self, kind)(case, backend)
         except BackendError:
             self.ledger.count("declined")

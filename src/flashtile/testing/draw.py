@@ -18,7 +18,7 @@ PAIR_BUDGET = 400_000  # B * Hq * Sq * Sk of one case with head_dim 64; the orac
 AROUND = (16, 32, 64, 128, 256)  # tile sizes, for lengths on both sides of them
 COMBINED = 0.1  # of tensors
 MASK_FUNCTIONS = 0.1  # of problems without a bool mask
-WITHOUT_MASK_FUNCTIONS = range(1_000_000, 1_021_000)  # seeds that were recorded before there were any
+RECORDED = range(1_000_000, 1_021_000)  # seeds that were recorded before there were mask functions and `HopperDraw`
 RESIZED = 0.2  # of variations, whose kernels may have other tiles than those of their seed
 NAN = float("nan")
 # Queries, keys and values of given shapes [..., S, D], in place of random ones.
@@ -27,6 +27,9 @@ Values = Callable[[tuple[tuple[int, ...], ...], torch.dtype, random.Random], tup
 
 class Draw(Choices):
     """The choices of one problem, beginning with those that all problems make."""
+
+    left_out: frozenset[str] = frozenset()  # arguments that no problem has
+    page_sizes: tuple[int, ...] = (1, 2, 3, 8, 16, 16, 32, 64)
 
     def __init__(
         self,
@@ -46,13 +49,16 @@ class Draw(Choices):
         # Further features: which there are, for all variations of a seed, and their values.
         self.further = random.Random(f"further features of {self.seed}")
         self.values_of_further = random.Random(f"further features of {self.seed}, variation {self.variation}")
-        self.dtype = self.choice(dtypes)
+        self.dtype = self._dtype(dtypes)
         self.kind = weighted(self.rng, dict(zip(KINDS, (6, 2, 2), strict=True)))
         self.plain = self.chance(0.12)  # no feature at all: the fast paths
         self.num_heads_kv = self.pick({1: 3, 2: 3, 3: 1})
         self.num_heads_q = self.num_heads_kv * self.pick({1: 4, 2: 3, 3: 1, 4: 1})
         self.head_dim = self._head_dim()
         self.head_dim_v = self._head_dim() if self.chance(0.2) else self.head_dim
+
+    def _dtype(self, dtypes: tuple[torch.dtype, ...]) -> torch.dtype:
+        return self.choice(dtypes)
 
     def _head_dim(self) -> int:
         common = {64: 10, 128: 6, 32: 6, 16: 4, 48: 2, 80: 2, 96: 3}
@@ -122,6 +128,10 @@ class Draw(Choices):
         x = lay_out(values.to(self.device), layout, self.stream(), expandable)
         return combined(x, self.combinations) if self.combinations.random() < COMBINED else x
 
+    def operand(self, values: Tensor, expandable: tuple[int, ...] | None = None) -> Tensor:
+        """The same for queries, keys and values."""
+        return self.layout(values, expandable)
+
     def pairwise_shape(self, batch: int, seqlen_q: int, seqlen_k: int) -> tuple[int, ...]:
         """[B, H, Sq, Sk] with some dimensions 1."""
         full = (batch, self.num_heads_q, seqlen_q, seqlen_k)
@@ -146,7 +156,7 @@ class Draw(Choices):
             density = rng.choice([0.1, 0.5, 0.9, 0.99])
             mask = torch.rand(self.pairwise_shape(batch, seqlen_q, seqlen_k), generator=self.generator) < density
             features["mask"] = self.layout(mask)
-        elif self.seed not in WITHOUT_MASK_FUNCTIONS and self.mask_functions.random() < MASK_FUNCTIONS:
+        elif self.seed not in RECORDED and self.mask_functions.random() < MASK_FUNCTIONS:
             choice, generator = self.mask_functions.randrange(100), torch.Generator().manual_seed(self.seed)
             features["mask"] = random_mask_function(choice, batch, self.num_heads_q, device, generator)
         if self.chance(0.2):
@@ -181,7 +191,7 @@ class Draw(Choices):
     def _further_features(self, features: dict[str, Any], seqlen_k: int) -> dict[str, Any]:
         """Chunks, windows away from the query's own key, and other dtypes of what is added to the scores."""
         rng, more = self.values_of_further, {}
-        if self.also(0.08):
+        if self.also(0.08) and "attention_chunk" not in self.left_out:
             more["attention_chunk"] = rng.choice([1, 2, 7, 16, 33, 64, rng.randint(1, max(1, seqlen_k))])
         if self.also(0.08):
             sides = [None, -1, -1, -7, 0, rng.randint(-20, 20), rng.randint(-20, max(20, seqlen_k))]

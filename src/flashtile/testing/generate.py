@@ -11,6 +11,7 @@ import torch
 from .case import Case
 from .draw import NAN, Draw, Values
 from .generate_cache import cache_case
+from .hopper_draw import HopperDraw, for_hopper, is_for_hopper
 from .layouts import expanded_cotangent
 from .pages import in_pages
 
@@ -25,22 +26,26 @@ def random_case(
     function: str | None = None,
     values: Values | None = None,
     variation: int = 0,
+    on_hopper: bool = False,
 ) -> Case:
     """The problem number `seed`; the same values on every device. q, k and v come from `values` if it is given.
 
-    Its variations are further problems, which differ in lengths and values and mostly need the same kernels.
+    Its variations are further problems, which differ in lengths and values and mostly need the same kernels. With
+    `on_hopper`, most seeds have problems that Hopper's kernels take.
     """
     dtypes = dtypes or DTYPES
-    kept = _kept_choices(seed, dtypes, function, values) if variation > 0 else ()
-    return _made(Draw((seed, variation), torch.device(device), dtypes, values, kept), function)
+    drawn_by = HopperDraw if on_hopper and is_for_hopper(seed, dtypes) else Draw
+    kept = _kept_choices(drawn_by, seed, dtypes, function, values) if variation > 0 else ()
+    case = _made(drawn_by((seed, variation), torch.device(device), dtypes, values, kept), function)
+    return for_hopper(case) if drawn_by is HopperDraw else case
 
 
 @functools.lru_cache(maxsize=1)  # the variations of a seed come one after another
 def _kept_choices(
-    seed: int, dtypes: tuple[torch.dtype, ...], function: str | None, values: Values | None
+    drawn_by: type[Draw], seed: int, dtypes: tuple[torch.dtype, ...], function: str | None, values: Values | None
 ) -> tuple[Any, ...]:
     """The choices that variations share: those of variation 0."""
-    draw = Draw((seed, 0), torch.device("cpu"), dtypes, values)
+    draw = drawn_by((seed, 0), torch.device("cpu"), dtypes, values)
     _made(draw, function)
     return tuple(draw.kept)
 
@@ -79,7 +84,7 @@ def _dense_case(draw: Draw) -> Case:
         (batch, draw.num_heads_kv, seqlen_k, draw.head_dim),
         (batch, draw.num_heads_kv, seqlen_k, draw.head_dim_v),
     )
-    arguments: dict[str, Any] = {"q": draw.layout(q), "k": draw.layout(k), "v": draw.layout(v)}
+    arguments: dict[str, Any] = {"q": draw.operand(q), "k": draw.operand(k), "v": draw.operand(v)}
     arguments |= draw.features([(seqlen_q, seqlen_k)] * batch, seqlen_q, seqlen_k) | _splits(draw)
     out_shape = (batch, draw.num_heads_q, seqlen_q, draw.head_dim_v)
     dout, dlse = draw.cotangents(out_shape, out_shape[:3])
@@ -119,7 +124,7 @@ def _varlen_case(draw: Draw) -> Case:
     arguments: dict[str, Any] = {"cu_seqlens_q": starts_q.to(device), "cu_seqlens_k": starts_k.to(device)}
 
     used_q = list(lengths_q)
-    if draw.also(0.2):
+    if draw.also(0.2) and "seqused_q" not in draw.left_out:
         used_q = [n if draw.values_of_further.random() < 0.4 else draw.values_of_further.randint(0, n) for n in used_q]
         arguments["seqused_q"] = torch.tensor(used_q, dtype=torch.int32, device=device)
     unused = torch.ones(total_q, dtype=torch.bool)  # tokens of no sequence
@@ -141,9 +146,9 @@ def _varlen_case(draw: Draw) -> Case:
             arguments["cu_seqlens_k"] = None
     expandable = () if "page_table" in arguments else (1, 2)  # never over tokens: not all of them are a sequence's
     arguments = {
-        "q": draw.layout(q, (1, 2)),
-        "k": draw.layout(k, expandable),
-        "v": draw.layout(v, expandable),
+        "q": draw.operand(q, (1, 2)),
+        "k": draw.operand(k, expandable),
+        "v": draw.operand(v, expandable),
         **arguments,
     }
 

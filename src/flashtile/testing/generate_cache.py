@@ -42,7 +42,7 @@ def cache_case(draw: Draw) -> Case:
         arguments["cu_seqlens_q"] = torch.tensor([0, *queries]).cumsum(0).int()
     if apart:
         arguments["cu_seqlens_k_new"] = torch.tensor([0, *new]).cumsum(0).int()
-    if draw.chance(0.3):
+    if draw.chance(0.3) and "leftpad_k" not in draw.left_out:
         arguments["leftpad_k"] = torch.tensor([rng.randint(0, n) for n in total], dtype=torch.int32)
         for start, n, pad in zip(starts, held, arguments["leftpad_k"].tolist(), strict=False):
             k[start : start + min(n, pad)] = v[start : start + min(n, pad)] = NAN
@@ -62,16 +62,16 @@ def cache_case(draw: Draw) -> Case:
         after = max((int(n) for n in start.get("rotary_start", ())), default=0) + max((*queries, *new), default=0)
         arguments |= _rotary(draw, max(*total, after, 0)) | start
     arguments = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in arguments.items()}
-    arguments |= {"k_cache": draw.layout(k_cache, ()), "v_cache": draw.layout(v_cache, ())}
+    arguments |= {"k_cache": draw.operand(k_cache, ()), "v_cache": draw.operand(v_cache, ())}
     if one_length:
         arguments["cache_seqlens"] = held[0]
     for name, x in tokens.items():
         if packed or (apart and name != "q"):
             filler = NAN if name == "q" else 1.0  # empty slots are NaN, so a NaN written there would not show
             x = torch.cat((x, x.new_full((spare, *x.shape[1:]), filler)))
-            arguments[name] = draw.layout(x, (1, 2))
+            arguments[name] = draw.operand(x, (1, 2))
         else:
-            arguments[name] = draw.layout(x.unflatten(0, (batch, -1) if batch else (0, 1)).transpose(1, 2))
+            arguments[name] = draw.operand(x.unflatten(0, (batch, -1) if batch else (0, 1)).transpose(1, 2))
 
     rows = sum(queries) + spare if packed else max(queries, default=1)
     arguments |= draw.features(list(zip(queries, total, strict=True)), rows, capacity)

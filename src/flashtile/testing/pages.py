@@ -14,7 +14,7 @@ def in_pages(
     Sequence b has the `used[b]` tokens from `starts[b]` on; its first `shared[b]` may also belong to another sequence.
     """
     rng = draw.rng
-    page_size = draw.choice([1, 2, 3, 8, 16, 16, 32, 64])
+    page_size = draw.choice(draw.page_sizes)
     needed = [-(-n // page_size) for n in used]
     pages = list(range(sum(needed) + rng.randint(1, 4)))
     rng.shuffle(pages)

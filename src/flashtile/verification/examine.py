@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from .. import processes
+from ..backend.hopper.support import ARCHITECTURE as HOPPER
 from ..bench.captured import Source
+from ..call.device import describe_device
 from ..errors import BackendError
 from ..testing.case import Case
 from ..testing.generate import random_case
@@ -254,7 +256,12 @@ def case_of(problems: Problems, number: Number) -> Case:
     if long:
         return long_case(seed, device=device, dtypes=dtypes, longest=problems.longest)
     values = None if problems.captured is None else Source.load(problems.captured)
-    return random_case(seed, device=device, dtypes=dtypes, values=values, variation=variation)
+    on_hopper = is_hopper(device)
+    return random_case(seed, device=device, dtypes=dtypes, values=values, variation=variation, on_hopper=on_hopper)
+
+
+def is_hopper(device: torch.device) -> bool:
+    return describe_device(device).arch == HOPPER
 
 
 def on_host(results: dict[str, Tensor]) -> dict[str, Tensor]:
