@@ -52,6 +52,12 @@ def test_work(arguments: dict[str, Any], pairs: int) -> None:
     assert found.limit in ("compute", "memory")
 
 
+@pytest.mark.parametrize(("backend", "unused"), [("tiled", True), ("cpu", False)])
+def test_a_number_of_splits(backend: str, unused: bool) -> None:
+    found = flashtile.explain(**ARGUMENTS, num_splits=2, backend=backend)
+    assert ("num_splits is not used: tiled takes keys in order" in str(found)) == unused
+
+
 def test_work_of_packed_sequences() -> None:
     q, k = torch.randn(7, 2, 8), torch.randn(9, 1, 8)
     found = flashtile.explain(q, k, k, offsets(3, 4), offsets(4, 5), causal=True)

@@ -10,7 +10,7 @@ from flashtile.api.explain import described_call
 from flashtile.call.call import DIFFERENTIABLE, Call, Needs
 from flashtile.call.plan import Plan
 from flashtile.call.problem import Problem
-from flashtile.dispatch.launches import launches_of, tiles_of
+from flashtile.dispatch.launches import launches_of, tiles_of, unsplit
 from flashtile.prebuilt.launches import device_of, plan_of
 
 SM_90 = device_of("sm_90")
@@ -76,6 +76,28 @@ def test_tiles_for_a_number_of_splits(num_splits: int | None) -> None:
     assert forward.tile.given_splits is not None
     assert tiles_of(forward, call)["forward"] == (forward.tile.given_splits if num_splits else forward.tile.forward)
     assert tiles_of(forward, call)["forward"][:2] == (launched.BLOCK_M, launched.BLOCK_N)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "backend", "reason"),
+    [
+        ((1, 2, 300, 64), torch.bfloat16, "triton", None),
+        ((1, 8, 4096, 512), torch.bfloat16, "triton", "PyTorch multiplies"),
+        ((1, 2, 4096, 256), torch.float32, "triton", "PyTorch multiplies"),
+        ((1, 2, 300, 64), torch.bfloat16, "hopper", None),
+        ((1, 2, 300, 128), torch.float32, "hopper", "float32"),
+    ],
+)
+def test_why_keys_are_not_split(shape: tuple[int, ...], dtype: torch.dtype, backend: str, reason: str | None) -> None:
+    """A number of splits changes the launches, unless there is a reason why it is not used."""
+    launches = []
+    for num_splits in (1, 3):
+        call, forward, _, _ = planned(shape, dtype, "sm_90", ("q",), num_splits=num_splits, backend=backend)
+        launches.append([(x.kernel.name, x.scalars) for x in launches_of(call, SM_90, forward)])
+    assert (launches[0] == launches[1]) == (reason is not None)
+    why = unsplit(forward, call)
+    assert why is None if reason is None else reason in str(why)
+    assert unsplit(forward, planned(shape, dtype, "sm_90", ("q",), backend=backend)[0]) is None
 
 
 @pytest.mark.parametrize(("rows", "warpgroups"), [(2000, 2), (2048, 3)])

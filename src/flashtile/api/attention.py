@@ -112,9 +112,9 @@ def attention(
         dropout_seed: an int of 64 bits, or an int64 tensor of one element on q's device; by default drawn from torch's
             generator (Philox: Salmon et al., "Parallel random numbers", 2011).
         return_lse: also return the log-sum-exp of each row's scores; it is differentiable.
-        num_splits: an int, into how many parts the keys are split in forward, for backends that compute parts side by
-            side (`triton`, `cpu`, and `hopper` for dense calls); `None` lets them choose. The result is the same up to
-            rounding.
+        num_splits: an int, into how many parts the keys are split in forward, where parts are computed side by side;
+            `None` lets the backend choose. The result is the same up to rounding. It is a hint as FlashAttention's:
+            docs/contract.md has the calls that take keys in order, and `flashtile.explain` says so of one.
         deterministic: `True` gives the same bits for the same call; `None` follows
             `torch.are_deterministic_algorithms_enabled()`.
         out: a tensor for the result, of its shape, dtype and device; any strides. For calls without derivatives.

@@ -15,7 +15,7 @@ from ..call.plan import Plan
 from ..call.problem import Problem
 from ..call.window import visible_pairs
 from ..call.words import in_words
-from ..dispatch.launches import launches_of, tiles_of
+from ..dispatch.launches import launches_of, tiles_of, unsplit
 from ..dispatch.planner import plan
 from ..errors import BackendError
 from .mask_blocks import in_words as blocks_in_words
@@ -35,6 +35,7 @@ class Explanation:
         device: its name.
         backend: the backend of the forward pass.
         tile: the shape of its tiles, in words; also of those of backward, if that is in the same backend.
+        unsplit: why forward does not split keys into as many parts as `num_splits` asks for; `None` if it does.
         why_not: the backends asked before, and the reason each declined.
         backward: the backend of the backward pass, or "none".
         backward_tile: the shape of its tiles.
@@ -59,6 +60,7 @@ class Explanation:
     device: str
     backend: str
     tile: str
+    unsplit: str | None
     why_not: dict[str, str]
     backward: str
     backward_tile: str
@@ -84,9 +86,11 @@ class Explanation:
         backward += "".join(f"gradient of {name}: backend {backend}\n" for name, backend in self.backward_rest.items())
         blocks = "" if self.mask_blocks is None else f"{blocks_in_words(self.mask_blocks)}\n"
         kernels = f"kernels: {self.kernels}\n" if self.kernels else ""
+        unsplit = f"num_splits is not used: {self.unsplit}\n" if self.unsplit else ""
         return (
             f"{self.problem}\n"
             f"on {self.device}: backend {self.backend}, {self.tile}{why_not}\n"
+            f"{unsplit}"
             f"{backward}"
             f"{kernels}"
             f"forward {self.flops_forward / 1e9:.3g} GFLOP, backward {self.flops_backward / 1e9:.3g} GFLOP, "
@@ -148,6 +152,7 @@ def explain(
         device=describe_device(q.device).name,
         backend=chosen.backend,
         tile=tile,
+        unsplit=unsplit(chosen, call),
         why_not=dict(chosen.why),
         backward="none" if backward is None else backward.backend,
         backward_tile=backward_tile,

@@ -14,7 +14,7 @@ from ..call.device import Device, meta_tensors_on
 from ..call.memory import address
 from ..call.plan import Plan
 from .passes import function_of
-from .planner import SUPPORT
+from .planner import SUPPORT, optional
 
 ADDRESS_BITS = 40  # between the addresses of two tensors
 ALIGNMENT = 16  # bytes up to which kernels depend on an address
@@ -40,6 +40,13 @@ def tiles_of(plan: Plan, call: Call, needs: Needs | None = None) -> dict[str, An
     if tiles is None:
         return plan.tile._asdict()  # type: ignore[no-any-return]
     return tiles(plan, without_memory(call), needs)  # type: ignore[no-any-return]
+
+
+def unsplit(plan: Plan, call: Call) -> str | None:
+    """Why a call's forward pass does not split keys into as many parts as `num_splits` asks for; `None` if it does."""
+    if call.settings.num_splits in (None, 1):
+        return None
+    return optional(SUPPORT[plan.backend], "unsplit", plan, call)
 
 
 def without_memory(call: Call) -> Call:

@@ -281,6 +281,13 @@ def tiles(plan: Plan, call: Call, needs: Needs | None) -> dict[str, Any]:
     return {"forward": called_forward(plan, call)} if needs is None else {"backward": plan.tile.backward}
 
 
+def unsplit(plan: Plan, call: Call) -> str | None:
+    """Why forward does not split keys into as many parts as the caller asks for, or `None`."""
+    if plan.tile.forward.kind == "float32":
+        return "hopper does not split keys in float32"
+    return None if call.tensors.cu_seqlens_q is None else "hopper does not split keys of packed queries"
+
+
 def tile_of(kernels: KernelClass, problem: Problem, device: Device) -> "TileConfig":
     """The problem's configurations, with the class's number of warpgroups, of which float32 has no choice."""
     from . import tables

@@ -2,7 +2,9 @@
 
 from typing import TYPE_CHECKING
 
+from ...call.call import Call
 from ...call.device import Device
+from ...call.plan import Plan
 from ...call.problem import Problem
 
 if TYPE_CHECKING:
@@ -29,3 +31,7 @@ def tile(problem: Problem, device: Device) -> "TileShape":
 def num_splits(problem: Problem, device: Device) -> int:
     """Keys are never split."""
     return 1
+
+
+def unsplit(plan: Plan, call: Call) -> str:
+    return f"{plan.backend} takes keys in order"

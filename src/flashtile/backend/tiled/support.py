@@ -2,7 +2,9 @@
 
 from typing import TYPE_CHECKING
 
+from ...call.call import Call
 from ...call.device import Device
+from ...call.plan import Plan
 from ...call.problem import Problem
 
 if TYPE_CHECKING:
@@ -52,3 +54,7 @@ def row_block_scores(device_type: str) -> int:
 def num_splits(problem: Problem, device: Device) -> int:
     """Keys are never split."""
     return 1
+
+
+def unsplit(plan: Plan, call: Call) -> str:
+    return f"{plan.backend} takes keys in order"

@@ -90,6 +90,11 @@ def tiles(plan: Plan, call: Call, needs: Needs | None) -> dict[str, Any]:
     return called.tiles(plan.tile, call, needs)
 
 
+def unsplit(plan: Plan, call: Call) -> str | None:
+    """Why forward does not split keys into as many parts as the caller asks for, or `None`."""
+    return None if plan.tile.products is None else "PyTorch multiplies, by whole rows"
+
+
 def num_splits(problem: Problem, device: Device) -> int:
     from . import decoding
 
