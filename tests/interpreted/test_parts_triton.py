@@ -141,6 +141,27 @@ def test_pytorch_multiplies_half(case: Case, dtype: torch.dtype) -> None:
         assert failures(Case("attention", arguments, case.dout.to(dtype), case.dlse)) == []
 
 
+@pytest.mark.parametrize(
+    ("needed", "products", "sums"),  # of forward and backward
+    [("bias", 1, 1), ("v", 2, 2), ("k", 3, 2), ("q", 3, 2), ("alibi_slopes", 3, 1)],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_of_the_gradients_that_are_needed(dtype: torch.dtype, needed: str, products: int, sums: int) -> None:
+    """One of scores in forward and one in backward; one with dout, unless for v alone; a sum of each gradient."""
+    case = case_of((1, 2, 1, 16, 40, 16, 16), bias=pairs(16, 40), alibi_slopes=pairs(1, 2)[0, 0, 0])
+    arguments = {name: x.to(dtype) if name in "qkv" else x for name, x in case.arguments.items()}
+    assert case.dout is not None
+    case = Case("attention", arguments, case.dout.to(dtype), constant=tuple(case.differentiable().keys() - {needed}))
+    with (
+        by_pytorch(2**25),
+        mock.patch.object(torch, "bmm", side_effect=torch.bmm) as multiply,
+        mock.patch.object(torch, "baddbmm", side_effect=torch.baddbmm) as add,
+    ):
+        assert failures(case) == []
+    per_sum = 3 if dtype is torch.float32 else 1  # of parts
+    assert (multiply.call_count, add.call_count) == (products, sums * per_sum)
+
+
 def bmm(multiply: Any) -> Any:
     """Matrix products of bfloat16 numbers with float32 results, which PyTorch has on GPUs only."""
     return lambda x, y, dtype, *, out: multiply(x.to(dtype), y.to(dtype), out=out)

@@ -59,7 +59,7 @@ class Case:
     variation: int = 0
     description: str = field(default="")
     forward_only: bool = False
-    constant: tuple[str, ...] = ()  # features' tensors without a gradient
+    constant: tuple[str, ...] = ()  # tensors without a gradient
 
     def __post_init__(self) -> None:
         if not self.description:

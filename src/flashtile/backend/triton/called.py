@@ -18,6 +18,11 @@ def called_tile(tile: TileConfig, call: Call) -> TileConfig:
     return tile._replace(forward=tile.given_splits)
 
 
+def multiplies(tile: TileConfig, needs: Needs) -> bool:
+    """Whether PyTorch multiplies in backward, for any of the gradients that products give."""
+    return tile.products_backward is not None and (needs.q or needs.k or needs.v or needs.alibi_slopes)
+
+
 def tiles(tile: TileConfig, call: Call, needs: Needs | None) -> dict[str, Any]:
     """The configurations of the kernels that run in forward or, with `needs`, in backward, by name."""
     tile = called_tile(tile, call)
@@ -26,7 +31,7 @@ def tiles(tile: TileConfig, call: Call, needs: Needs | None) -> dict[str, Any]:
     if needs is None:
         return {"forward": tile.forward, "pack_gqa": tile.pack_gqa if tile.pack_gqa > 1 else None}
     dbias = (tile.dbias or tile.dq) if needs.bias else None
-    if tile.products_backward is not None:
+    if multiplies(tile, needs):
         return {"products in backward": tile.products_backward, "dbias": dbias}
     if tile.fused is not None and takes(tile.fused, call, needs, [rows_last(x) for x in call.tensors[:3]]):
         return {"fused": tile.fused}

@@ -14,7 +14,7 @@ from ..gpu.replay import Recorder
 from ..replays import BackwardReplay, Results
 from ..scalars import rows_last
 from . import host_products
-from .called import called_tile
+from .called import called_tile, multiplies
 from .gradients import (
     from_row_stats,
     in_pages,
@@ -60,7 +60,7 @@ def launch_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) ->
         return launch_fused(launches, fused, needs, out, lse, dlse).flat()
     launches.preprocess(out, lse, dlse)
     slopes = needs.alibi_slopes
-    if tile.products_backward is not None:
+    if multiplies(tile, needs):
         dq, dk, dv, dslopes = host_products.launch_backward(launches, needs)
     else:
         dk, dv = launches.dkdv(tile.dkdv) if needs.k or needs.v else (None, None)

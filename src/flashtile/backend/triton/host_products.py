@@ -84,8 +84,10 @@ def launch_backward(
     q, k, v, dout = (
         by.prepared(recorder, folded(recorder, x, heads)) for x in (launches.q, launches.k, launches.v, launches.dout)
     )
-    q_rows, dout_rows = (by.left(recorder, x) for x in (q, dout))
-    k_rows, v_rows = (by.right(recorder, x) for x in (k, v))
+    q_rows, k_rows = by.left(recorder, q), by.right(recorder, k)
+    # Gradients of values need none of scores, which are garbage without these products, and not read.
+    of_scores = needs.q or needs.k or needs.alibi_slopes
+    weights = (by.left(recorder, dout), by.right(recorder, v)) if of_scores else None
     s, dp = (recorder.new(new_scores(q, blocks)) for _ in range(2))
     p_t, ds_t, ds = by.new_weights(recorder, s, dp, sizes, blocks, t.q.dtype, needs)
     dq, dk, dv = (
@@ -111,7 +113,8 @@ def launch_backward(
     kept = keep_scale(threshold(call.settings.dropout_p)) if call.settings.dropout_p > 0 else 1.0
     for block in blocks:
         recorder.effect(partial(by.multiply_rows, block), s, q_rows, k_rows)
-        recorder.effect(partial(by.multiply_rows, block), dp, dout_rows, v_rows)
+        if weights is not None:
+            recorder.effect(partial(by.multiply_rows, block), dp, *weights)
         padded_rows = round_up(block.num_rows, row_chunk)
         scalars = {**shared, **block_scalars(sizes, block, by.PARTS), "padded_rows": padded_rows}
         launch(recorder, call, GRADIENT, pointers, block.num_heads * padded_rows, scalars, partial=True)

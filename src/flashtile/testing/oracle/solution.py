@@ -89,14 +89,9 @@ class _Solution:
         self.sums = {"out": Sums.zeros(out_shape)}
         self.slack = torch.zeros(out_shape, dtype=torch.float64), torch.zeros(out_shape[:2], dtype=torch.float64)
         if case.differentiates:
-            self.sums |= {
-                "dq": Sums.zeros(self.q.shape),
-                "dk": Sums.zeros(self.k.shape),
-                "dv": Sums.zeros(self.v.shape),
-            }
+            packed = {"q": self.q.shape, "k": self.k.shape, "v": self.v.shape}
             for name, tensor in case.differentiable().items():
-                if name not in ("q", "k", "v"):
-                    self.sums[f"d{name}"] = Sums.zeros(tensor.shape)
+                self.sums[f"d{name}"] = Sums.zeros(packed.get(name, tensor.shape))
 
     def expected(self) -> dict[str, Expected]:
         group = self.q.shape[1] // self.k.shape[1]
