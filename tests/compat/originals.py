@@ -42,6 +42,10 @@ SIGNATURES = {
         "(qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, num_heads_q=None)"
     ),
     ("flash_attn.layers.rotary", "apply_rotary_emb_kv_"): "(kv, cos, sin, interleaved=False, seqlen_offsets=0)",
+    ("flash_attn.layers.rotary", "RotaryEmbedding"): (
+        "(dim, base=10000.0, interleaved=False, scale_base=None, device=None)"
+    ),
+    ("flash_attn_3", "flash_attn_combine"): "(out_partial, lse_partial, out=None, out_dtype=None)",
     ("flash_attn_3", "flash_attn_func"): (
         "(q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, "
         "window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, "

@@ -47,6 +47,44 @@ def test_qkvpacked_of_version_3(heads: int | None) -> None:
             flash_attn_3.flash_attn_qkvpacked_func(qkv)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_combine_of_version_3(dtype: torch.dtype | None) -> None:
+    """Parts of the keys: causal, so that late parts have no key for early rows, and row 0 has none at all."""
+    q, k, v = (x.float() for x in (Q[:, :, :HKV], K, V))
+    visible = torch.arange(SK) < torch.arange(SQ)[:, None]
+
+    def softmax(keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        s = torch.einsum("bihd,bjhd->bihj", q.double(), k.double()[:, keys])
+        s = s.masked_fill(~visible[:, None, keys], -torch.inf)
+        out = torch.einsum("bihj,bjhd->bihd", s.softmax(-1).nan_to_num(0), v.double()[:, keys])
+        return out, s.logsumexp(-1)
+
+    parts = [softmax(slice(first, first + 2)) for first in range(0, SK, 2)]
+    out_partial, lse_partial = (torch.stack(x).float() for x in zip(*parts, strict=True))
+    out, lse = flash_attn_3.flash_attn_combine(out_partial, lse_partial, out_dtype=dtype)
+    reference, reference_lse = softmax(slice(None))
+    assert (reference_lse == -torch.inf).any()
+    assert out.dtype is (dtype or torch.float32)
+    tolerance = 1e-6 if dtype is None else 4e-3
+    torch.testing.assert_close(out.double(), reference, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse.double(), reference_lse, atol=1e-6, rtol=1e-6)
+    assert out.is_contiguous()
+    assert lse.transpose(1, 2).is_contiguous()
+    given = torch.empty_like(out)
+    assert flash_attn_3.flash_attn_combine(out_partial, lse_partial, given, dtype)[0] is given
+    assert torch.equal(given, out)
+
+
+def test_what_combine_refuses() -> None:
+    out, lse = torch.randn(3, B, SQ, HQ, D), torch.randn(3, B, SQ, HQ)
+    for arguments, name in (
+        ((out[0], lse), "out_partial"), ((out[:0], lse[:0]), "out_partial"), ((out, lse.mT), "lse_partial"),
+        ((out, lse, out[0].double()), "out"), ((out, lse, out[0], torch.float16), "out"),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError, match=f"`{name}`"):
+            flash_attn_3.flash_attn_combine(*arguments)
+
+
 def test_sinks_of_version_4() -> None:
     mine, theirs = leaves(Q, K, V, randn(HQ)), leaves(Q, K, V, randn(HQ))
     out, lse = flash_attn_4.flash_attn_func(*mine[:3], learnable_sink=mine[3])

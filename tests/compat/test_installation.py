@@ -39,7 +39,7 @@ with flashtile.compat.install():
     assert flash_attn_func is source.flash_attn_func
     assert importlib.util.find_spec("flash_attn.bert_padding").parent == "flash_attn"
     try:
-        from flash_attn.layers.rotary import RotaryEmbedding
+        from flash_attn.layers.rotary import ApplyRotaryEmb
     except ImportError as error:  # it says whose module it is
         assert "flashtile" in str(error), error
     assert importlib.util.find_spec("flash_attn.cute") is importlib.util.find_spec("flash_attn_2_cuda") is None

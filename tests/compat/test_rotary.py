@@ -1,10 +1,18 @@
 """`flash_attn.layers.rotary`, against rotation of complex numbers."""
 
+from typing import Any
+
 import pytest
 import torch
 from flash_formula import assert_gradients_agree, assert_same, leaves, randn, rotated
+from torch import Tensor
 
-from flashtile.compat.flash_attn.layers.rotary import apply_rotary_emb, apply_rotary_emb_kv_, apply_rotary_emb_qkv_
+from flashtile.compat.flash_attn.layers.rotary import (
+    RotaryEmbedding,
+    apply_rotary_emb,
+    apply_rotary_emb_kv_,
+    apply_rotary_emb_qkv_,
+)
 from flashtile.errors import ArgumentError
 
 B, S, H, D, ROOM = 2, 5, 3, 8, 12
@@ -54,6 +62,68 @@ def test_packed_tensors_are_rotated_in_place() -> None:
     expected = kv.clone()
     expected[:, :, 0] = rotated(kv[:, :, 0], COS, SIN, positions, False)
     assert_same((apply_rotary_emb_kv_(kv, COS, SIN, seqlen_offsets=2), expected))
+
+
+def tables(positions: int, dim: int, base: float, scale_base: float | None, sign: int) -> tuple[Tensor, Tensor]:
+    """Tables of queries (`sign` 1) or keys (-1) in float64: pair n turns by `position / base ** (2n / dim)`."""
+    position, n = torch.arange(positions, dtype=torch.float64)[:, None], torch.arange(dim // 2, dtype=torch.float64)
+    angle, decay = position / base ** (2 * n / dim), torch.tensor(1.0, dtype=torch.float64)
+    if scale_base is not None:
+        decay = ((2 * n / dim + 0.4) / 1.4) ** (sign * (position - positions // 2) / scale_base)
+    return angle.cos() * decay, angle.sin() * decay
+
+
+@pytest.mark.parametrize("form", ["qkv", "grouped", "q and kv"])
+@pytest.mark.parametrize(
+    ("settings", "offset", "positions"),
+    [
+        ({}, 0, S),
+        ({"interleaved": True, "base": 500.0}, 4, S + 4),
+        ({"scale_base": 20.0}, torch.tensor([3, 0]), ROOM),
+        ({"interleaved": True, "scale_base": 512}, 3, S + 3),
+    ],
+    ids=str,
+)
+def test_embedding(settings: dict[str, Any], offset: int | Tensor, positions: int, form: str) -> None:
+    """Six of eight features; values and features behind are as they were."""
+    module = RotaryEmbedding(6, **settings)
+    base, scale_base, interleaved = settings.get("base", 1e4), settings.get("scale_base"), module.interleaved
+    first = offset[:, None] if isinstance(offset, Tensor) else torch.full((B, 1), offset)
+    at = first + torch.arange(S)
+    q, k, v = randn(B, S, 4, D), randn(B, S, 2 if form == "grouped" else 4, D, seed=1), randn(B, S, 4, D, seed=2)
+    v = v[:, :, : k.shape[2]]
+    expected_q, expected_k = (
+        rotated(x, *tables(positions, 6, base, scale_base, sign), at, interleaved) for x, sign in ((q, 1), (k, -1))
+    )
+    longest = ROOM if isinstance(offset, Tensor) else None
+    if form == "q and kv":
+        out, kv = module(q, torch.stack((k, v), 2), seqlen_offset=offset, max_seqlen=longest)
+        assert out is q
+        found = out, *kv.unbind(2)
+    elif form == "qkv":
+        found = module(torch.stack((q, k, v), 2), seqlen_offset=offset, max_seqlen=longest).unbind(2)
+    else:
+        qkv = torch.cat((q, k, v), 2)
+        found = module(qkv, seqlen_offset=offset, max_seqlen=longest, num_heads_q=4).split((4, 2, 2), 2)
+    for x, y in zip(found, (expected_q, expected_k, v), strict=True):  # tables are those of float32
+        torch.testing.assert_close(x, y, atol=2e-6, rtol=2e-6)
+
+
+def test_tables_of_an_embedding() -> None:
+    """They grow, are exact in a module of 16 bits, and belong to no checkpoint."""
+    module = RotaryEmbedding(64).bfloat16()
+    assert not module.state_dict()
+    with torch.inference_mode():
+        module(randn(1, 600, 3, 1, 64).float())
+    with pytest.raises(ArgumentError, match="`max_seqlen`"):
+        RotaryEmbedding(64)(randn(1, 5, 3, 1, 64), seqlen_offset=torch.tensor([0]))
+    for seqlen in (500, 1000):
+        (leaf,) = leaves(randn(1, seqlen, 3, 1, 64).float())
+        module(leaf * 1)[:, :, :2].sum().backward()  # not with tables of inference mode
+        cos, _ = tables(seqlen, 64, 1e4, None, 1)
+        assert module._cos_cached is not None
+        torch.testing.assert_close(module._cos_cached[:seqlen].double(), cos, atol=1e-4, rtol=0)
+    assert module._seq_len_cached == 1000
 
 
 def test_errors() -> None:

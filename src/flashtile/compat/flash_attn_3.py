@@ -11,9 +11,11 @@ from torch import Tensor
 
 from ..api.attention import attention, attention_varlen, attention_with_kvcache
 from .arguments import decline, keywords, longest_of, refuse, splits_of, window_of
+from .combine import flash_attn_combine
 from .positions import lengths_of, rotary_arguments
 
 __all__ = [
+    "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",

@@ -8,7 +8,15 @@ from ...positions import rotate, token_positions
 
 EXAMPLE = "apply_rotary_emb(x, cos, sin)  # x [B, S, H, D], cos and sin [S_rotary, rotary_dim / 2]"
 
-__all__ = ["apply_rotary_emb", "apply_rotary_emb_func", "apply_rotary_emb_kv_", "apply_rotary_emb_qkv_"]
+XPOS_OFFSET = 0.4  # gamma in xPos
+
+__all__ = [
+    "RotaryEmbedding",
+    "apply_rotary_emb",
+    "apply_rotary_emb_func",
+    "apply_rotary_emb_kv_",
+    "apply_rotary_emb_qkv_",
+]
 
 
 def apply_rotary_emb(
@@ -101,3 +109,107 @@ def apply_rotary_emb_kv_(
     """Rotate k of `kv [B, S, 2, H, D]` in place, and return it."""
     apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, inplace=True, seqlen_offsets=seqlen_offsets)
     return kv
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """Rotation of queries and keys by their positions, with tables that grow with the sequences.
+
+    Pair `n` of `dim / 2` turns by `position * base ** (-2 * n / dim)`. With `scale_base` it also has xPos' decay (Sun
+    et al., "A length-extrapolatable transformer", 2022): queries are multiplied by `decay ** (position / scale_base)`
+    and keys divided by it, up to a factor of both.
+
+    The names of buffers and tables are those of `flash_attn`, for subclasses and models that read them.
+    """
+
+    inv_freq: Tensor
+    scale: Tensor | None
+
+    def __init__(
+        self,
+        dim: int,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        scale_base: float | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """`dim` are the features that are rotated, at most those of a head. `interleaved` is that of
+        `apply_rotary_emb`; `scale_base` is a number of positions, usually 512.
+        """
+        super().__init__()
+        self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
+        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
+        scale = None if scale_base is None else self._compute_scale(device)
+        self.register_buffer("scale", scale, persistent=False)
+        self._seq_len_cached = 0
+        self._cos_cached: Tensor | None = None
+        self._sin_cached: Tensor | None = None
+        self._cos_k_cached: Tensor | None = None
+        self._sin_k_cached: Tensor | None = None
+
+    def _compute_inv_freq(self, device: torch.device | str | None = None) -> Tensor:
+        return self.base ** -(torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
+
+    def _compute_scale(self, device: torch.device | str | None = None) -> Tensor:
+        pairs = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim
+        return (pairs + XPOS_OFFSET) / (1 + XPOS_OFFSET)
+
+    def _update_cos_sin_cache(
+        self, seqlen: int, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """Make the tables of `seqlen` positions, unless there are as many of this device and dtype."""
+        cached, enough = self._cos_cached, seqlen <= self._seq_len_cached
+        if cached is not None and enough and (cached.device, cached.dtype) == (device, dtype):
+            savable = not cached.is_inference()  # for autograd
+            if savable or not self.training:
+                return
+        self._seq_len_cached = seqlen
+        # In float32 also where the module was cast: products with large positions would be far off.
+        inv_freq = self.inv_freq if self.inv_freq.dtype is torch.float32 else self._compute_inv_freq(device)
+        positions = torch.arange(seqlen, device=device, dtype=torch.float32)
+        angles = torch.outer(positions, inv_freq.to(device))
+        cos, sin = angles.cos(), angles.sin()
+        decay: Tensor | float = 1.0
+        if self.scale is not None and self.scale_base is not None:
+            scale = self.scale if self.scale.dtype is torch.float32 else self._compute_scale(device)
+            decay = scale.to(device) ** ((positions - seqlen // 2) / self.scale_base)[:, None]
+            self._cos_k_cached, self._sin_k_cached = (cos / decay).to(dtype), (sin / decay).to(dtype)
+        self._cos_cached, self._sin_cached = (cos * decay).to(dtype), (sin * decay).to(dtype)
+
+    def forward(
+        self,
+        qkv: Tensor,
+        kv: Tensor | None = None,
+        seqlen_offset: int | Tensor = 0,
+        max_seqlen: int | None = None,
+        num_heads_q: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Rotate queries and keys in place, and return them.
+
+        Args:
+            qkv: `[B, S, 3, H, D]`, or `[B, S, num_heads_q + 2 * Hkv, D]`; with `kv` queries `[B, S, H, D]`.
+            kv: `[B, S, 2, H, D]` or `None`.
+            seqlen_offset: position of each sequence's first token, an int or integers `[B]`.
+            max_seqlen: positions that the tables have at least; needed with a tensor of offsets.
+            num_heads_q: query heads, for qkv of four dimensions.
+
+        Returns:
+            `qkv`, or queries and `kv`.
+
+        Raises:
+            ArgumentError: as `apply_rotary_emb_qkv_` does; or there are no tables, and `max_seqlen` is missing.
+        """
+        if max_seqlen is None and not isinstance(seqlen_offset, Tensor):
+            max_seqlen = qkv.shape[1] + seqlen_offset
+        if max_seqlen is not None:
+            self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
+        cos, sin = self._cos_cached, self._sin_cached
+        if cos is None or sin is None:
+            example = "rotary(qkv, seqlen_offset=offsets, max_seqlen=512)"
+            refuse("max_seqlen", None, "an int with a tensor of offsets, before there are tables", example)
+        of_keys = {"interleaved": self.interleaved, "seqlen_offsets": seqlen_offset}
+        if kv is None:
+            tables = cos, sin, self._cos_k_cached, self._sin_k_cached
+            return apply_rotary_emb_qkv_(qkv, *tables, **of_keys, num_heads_q=num_heads_q)
+        q = apply_rotary_emb(qkv, cos, sin, inplace=True, **of_keys)
+        cos_k, sin_k = self._cos_k_cached, self._sin_k_cached
+        return q, apply_rotary_emb_kv_(kv, cos if cos_k is None else cos_k, sin if sin_k is None else sin_k, **of_keys)
