@@ -128,6 +128,7 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
     )
     device = Device("cuda", "emulated", support.ARCHITECTURE, cores)
     launched: list[str] = []
+    controls: list[str] = []  # of the last kernel's programs
     semaphore = torch.zeros(1, dtype=torch.int32)  # shared by dense launches, as on a GPU
 
     def semaphore_of(device: torch.device, packed: bool) -> Tensor:
@@ -141,8 +142,14 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
         arguments = {name: x if name in constants else kernel_argument(x) for name, x in values.items()}
         del arguments["num_warps"]
         arguments.pop("maxnreg", None)
+        dependent = arguments.pop("launch_pdl", False)
         launched.append(kernel.__name__)
-        Machine(seed + len(launched)).run(kernel, programs, arguments)
+        machine = Machine(seed + len(launched))
+        machine.run(kernel, programs, arguments)
+        if dependent:  # here it runs behind the kernel before, which a GPU does not promise
+            assert controls.count("griddepcontrol.launch_dependents") > 0, "the kernel before waits for none"
+            assert machine.grid_controls == ["griddepcontrol.wait"] * programs, "it may be complete before that one"
+        controls[:] = machine.grid_controls
 
     def replayable(*given: Any) -> Step:
         launch(*given)

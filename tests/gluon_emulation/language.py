@@ -243,6 +243,8 @@ def inline_asm_elementwise(
         machine().wait(lambda: all(store.written for store in task.stores), "its results to arrive")
         task.stores.clear()
         task.unread_stores.clear()
+    elif asm.startswith("griddepcontrol."):
+        machine().grid_controls.append(asm.partition(";")[0])
     elif asm.startswith("ld.acquire.gpu.global.b32 $0, [$1];"):
         return load_acquire(args[0])
     elif asm.startswith("mov.u32 $0, %laneid;"):

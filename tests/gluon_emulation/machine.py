@@ -77,6 +77,7 @@ class Machine:
         self.failure: BaseException | None = None
         self.finished = threading.Semaphore(0)
         self.num_programs = 0
+        self.grid_controls: list[str] = []  # what programs did of `griddepcontrol`
 
     def run(self, kernel: Callable[..., None], num_programs: int, arguments: dict[str, Any]) -> None:
         self.num_programs = num_programs

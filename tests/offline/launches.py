@@ -20,7 +20,7 @@ from flashtile.call.device import Device
 from flashtile.call.plan import Plan
 from flashtile.call.problem import Problem
 
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg", "launch_pdl")
 BACKENDS: dict[str, Any] = {
     "triton": (triton_support, triton_kernels),
     "hopper": (hopper_support, hopper_kernels),

@@ -1,4 +1,8 @@
-"""Launches of the split backward pass for head dimensions over 128: one kernel for dq, one for dk and dv."""
+"""Launches of the split backward pass for head dimensions over 128: one kernel for dq, one for dk and dv.
+
+The second one is the dependent of the first: its programs begin where those of the first are done, so that the cores
+that the last wave of the first leaves idle have work. Its blocks are half as long, and leave fewer idle at its own end.
+"""
 
 import torch
 from torch import Tensor
@@ -17,7 +21,7 @@ DQ = Kernel(f"{__package__}.kernels.dq.dq", "dq_kernel")
 
 
 class SplitBackward(BackwardLaunches):
-    """The split backward pass: preprocess, dkdv, dq."""
+    """The split backward pass: preprocess, dq, dkdv."""
 
     def __init__(self, recorder: Recorder, config: SplitBackwardConfig, call: Call, t: Tensors, dout: Tensor):
         super().__init__(recorder, config.dkdv, call, t, dout)
@@ -29,8 +33,12 @@ class SplitBackward(BackwardLaunches):
     def run(self, out: Tensor, lse: Tensor, dlse: Tensor | None, needs: Needs) -> Results:
         """Launch the kernels whose gradients are needed; returns dq, dk and dv."""
         self.preprocess(out, lse, dlse)
-        dk, dv = self.launch_dkdv() if needs.k or needs.v else (None, None)
-        return self.launch_dq() if needs.q else None, dk, dv
+        # Nothing else may be launched between the two kernels, such as zeros for dk.
+        dk, dv = self.new_dk_dv() if needs.k or needs.v else (None, None)
+        dq = self.launch_dq() if needs.q else None
+        if dk is not None and dv is not None:
+            self.launch_dkdv(dk, dv, dependent=needs.q)
+        return dq, dk, dv
 
     def launch_dq(self) -> Tensor:
         dq = self.new_dq()
@@ -49,8 +57,9 @@ class SplitBackward(BackwardLaunches):
         self.launch(DQ, pointers, min(self.cores, scheduling["num_tiles"]), scalars)
         return dq
 
-    def launch_dkdv(self) -> tuple[Tensor, Tensor]:
-        results, parts = self.new_dk_dv(), self.config.head_splits
+    def launch_dkdv(self, *results: Tensor, dependent: bool) -> None:
+        """Launch the kernel for dk and dv; as a `dependent`, right behind that for dq."""
+        parts = self.config.head_splits
         dk, dv = results if parts == 1 else (self.new_parts(x) for x in (self.k, self.v))
         bytes_per_row = (self.q.shape[-1] + self.v.shape[-1]) * self.q.element_size()
         scalars = {
@@ -61,13 +70,13 @@ class SplitBackward(BackwardLaunches):
             "columns": self.config.head_dim.columns_of(self.k),
             "columns_v": self.config.head_dim_v.columns_of(self.v),
             "CONFIG": self.config.compiled,
+            **({"launch_pdl": True} if dependent else {}),
         }
         pointers = {**self.input_pointers(self.config.block_m), **self.row_stats_pointers(), "dk": dk, "dv": dv}
         self.launch(DKDV, pointers, self.programs, scalars)
         if parts > 1:
             for x, dx in zip((dk, dv), results, strict=True):
                 self.recorder.effect(add_parts, x, dx)
-        return results
 
     def new_parts(self, x: Tensor) -> Tensor:
         """Buffer for dk or dv of each part of a group of query heads, `[B, Hk * parts, Sk, D]` in fp32."""

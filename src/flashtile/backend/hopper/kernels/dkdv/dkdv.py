@@ -44,7 +44,7 @@ from ..shared.pipeline import (
     stage_chunks,
     stage_of,
 )
-from ..shared.ptx import barrier_arrive, barrier_sync, opaque
+from ..shared.ptx import barrier_arrive, barrier_sync, opaque, wait_prerequisites
 from ..shared.scores import ScoreParams
 from ..shared.swizzle import swizzled, unswizzled
 from ..shared.tile_scheduler import SeqlenInfo, TileQueue, make_tile_queue
@@ -143,6 +143,7 @@ def dkdv_kernel(
         [4, 1, 1],
         [CONFIG.consumer_registers, CONFIG.producer_registers, CONFIG.producer_registers],
     )
+    wait_prerequisites()  # what is launched next expects dq, too
 
 
 @gluon.jit

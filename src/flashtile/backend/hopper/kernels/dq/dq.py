@@ -40,7 +40,7 @@ from ..shared.pipeline import (
     make_pipeline,
     stage_chunks,
 )
-from ..shared.ptx import opaque
+from ..shared.ptx import launch_dependents, opaque
 from ..shared.score_mod import Loaded, load_head, load_keys, load_rows
 from ..shared.scores import ScoreParams
 from ..shared.softmax import INFINITY
@@ -87,6 +87,7 @@ def dq_kernel(
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
     PACKED: gl.constexpr = cu_seqlens_q is not None
     NUM_WARPGROUPS: gl.constexpr = CONFIG.num_warpgroups
+    launch_dependents()
     gl.static_assert(FIRST_BARRIER + CONFIG.kv_stages - 1 <= LAST_BARRIER)
     pipelines = DqPipelines(
         make_buffers(q_desc, NUM_WARPGROUPS, HEAD_DIM),

@@ -44,6 +44,32 @@ def wait_stores_complete():
 
 
 @gluon.jit
+def launch_dependents():
+    """Let a kernel that is launched as this one's dependent begin where programs of this one leave room."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
+        "=r,r,~{memory}",
+        [gl.program_id(0)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def wait_prerequisites():
+    """Wait until the kernel before this one is complete, if this one was launched as its dependent."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.b32 $0, $1;",
+        "=r,r,~{memory}",
+        [gl.program_id(0)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def opaque(n):
     """Hide n from the optimizer, so that values derived from it are not hoisted out of the loop."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
