@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import flashtile
 import flashtile.distributed as sharded
+from flashtile.distributed.simulate import preferred
 
 SWEEP = Path(__file__).with_suffix(".toml")
 MASKS: dict[str, dict[str, Any]] = {
@@ -242,7 +243,7 @@ class Run:
         names = ["ring", "gather", "ulysses"] if call == "auto" else [call]
         ranks = (dist.get_world_size(),)
         found = [sharded.simulate(name, ranks, rates=rates, **sizes) for name in names]
-        best = min(found, key=lambda x: x.seconds_forward + x.seconds_backward)
+        best = preferred(found)
         milliseconds = 1e3 * (best.seconds_forward + best.seconds_backward)
         return {"scheme": best.scheme, "predicted_ms": round(milliseconds, 3)}
 

@@ -1,31 +1,8 @@
-"""Tables of GPU runs: several GPUs, compilers of the same kernels, bias and masks."""
+"""Tables of GPU runs: compilers of the same kernels, bias and masks."""
 
 from cells import markdown, rows
 
 PROVIDERS = ("flashtile", "triton", "efficient", "cudnn")
-
-
-def distributed() -> str:
-    """A row for each mask and length: one GPU's time, and each call's time and efficiency."""
-    found: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
-    for row in rows("distributed.csv"):
-        found.setdefault((row["mask"], row["seqlen"]), {})[row["call"]] = row
-    calls = {"ring": "ring", "gather": "gather", "ulysses": "ulysses"}
-    calls |= {"zigzag ring": "ring-flash-attention's zigzag ring", "torch": "PyTorch's `context_parallel`"}
-    header = ("mask", "tokens", "one GPU", "`auto`", "predicted", *calls.values())
-    body = []
-    for (mask, seqlen), cells in found.items():
-        auto = cells["auto"]
-        others = [efficiency(cells[x]) if x in cells else "" for x in calls]
-        predicted = f"{float(auto['predicted_ms']):.1f}"
-        taken = f"{efficiency(auto)}, {auto['scheme']}"
-        body.append([mask, f"{int(seqlen) // 1024}k", f"{float(auto['one_ms']):.1f}", taken, predicted, *others])
-    return markdown(header, body)
-
-
-def efficiency(row: dict[str, str]) -> str:
-    """Milliseconds and the efficiency of two GPUs."""
-    return f"{float(row['ms']):.1f} ({float(row['efficiency']):.2f})"
 
 
 def compilers() -> str:
@@ -62,7 +39,6 @@ def bias_and_masks() -> str:
 
 
 TABLES = {
-    "distributed": distributed,
     "compilers": compilers,
     "warpgroups": warpgroups,
     "bias_and_masks": bias_and_masks,

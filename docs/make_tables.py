@@ -19,6 +19,7 @@ from typing import Any
 import balance_tables
 import block_tables
 import compatibility_tables
+import distributed_tables
 import gpu_tables
 import ladder_tables
 import mask_tables
@@ -312,6 +313,7 @@ TABLES: dict[str, Callable[[], str]] = (
     | score_mod_tables.TABLES
     | block_tables.TABLES
     | balance_tables.TABLES
+    | distributed_tables.TABLES
     | mask_tables.TABLES
     | model_tables.TABLES
     | page_tables.TABLES

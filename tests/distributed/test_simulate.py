@@ -3,15 +3,16 @@
 import csv
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import flashtile
 from flashtile.call.window import Window
-from flashtile.distributed import Layout, Rates, balanced, simulate
+from flashtile.distributed import Layout, Rates, Simulation, balanced, simulate
 from flashtile.distributed.layout import Piece, Placement
+from flashtile.distributed.simulate import preferred
 from flashtile.distributed.visible import Document
 from flashtile.distributed.work import Visible
 
@@ -62,35 +63,71 @@ def test_slow_links_take_the_time_of_their_bytes() -> None:
         assert found.seconds_forward == pytest.approx(found.bytes_forward / 1e9, rel=1e-6)
 
 
-def stored_calls() -> list[dict[str, str]]:
-    """Calls of two GPUs from 64k tokens on that name a scheme without many parts."""
-    rows = csv.DictReader(RESULTS.read_text().splitlines())
-    found = [row for row in rows if int(row["seqlen"]) >= 2**16 and row["call"] in ("gather", "ulysses")]
-    return [row for row in found if row["mask"] in ("causal", "window") or rows_of_call(row) < LONG]
+class Stored(NamedTuple):
+    """A cell of the stored runs of several GPUs, and its rows by call."""
+
+    ranks: int
+    mask: str
+    seqlen: int
+    calls: dict[str, dict[str, str]]
+
+    @property
+    def schemes(self) -> list[str]:
+        """Those that were measured by their names."""
+        return [name for name in ("ring", "gather", "ulysses") if name in self.calls]
+
+    def simulations(self, rates: Rates | None = None) -> dict[str, Simulation]:
+        """The predictions of those schemes, by default from the rates of the run."""
+        arguments, mesh = dict(CALLS[self.mask]), (self.ranks,)
+        if self.mask == "packed":
+            offsets = [0, *sorted(random.Random(self.seqlen).sample(range(1, self.seqlen), 15)), self.seqlen]
+            layout = balanced(self.ranks, self.seqlen, causal=True, cu_seqlens=offsets)
+            arguments |= {"causal": True, "cu_seqlens": offsets, "layout": layout}
+        elif self.mask == "window":
+            arguments |= {"layout": balanced(self.ranks, self.seqlen, causal=True, contiguous=True, **arguments)}
+        rates = rates or rates_of(self.calls["auto"])
+        return {name: simulate(name, mesh, rates=rates, seqlen=self.seqlen, **arguments) for name in self.schemes}
+
+    def predictable(self, name: str) -> bool:
+        """Whether nothing is known that the model does not count: short calls, a sample that took far longer than the
+        others, and kernels that were slow from 128k rows on when two GPUs were measured.
+        """
+        rows = self.seqlen // (1 if name == "ulysses" else self.ranks)
+        slow = self.ranks == 2 and self.mask in ("full", "packed") and rows >= LONG
+        return self.seqlen >= 2**16 and name != "ring" and not slow and not disturbed(self.calls[name])
 
 
-def rows_of_call(row: dict[str, str]) -> int:
-    return int(row["seqlen"]) // (1 if row["call"] == "ulysses" else int(row["ranks"]))
+def disturbed(row: dict[str, str]) -> bool:
+    """Whether one of the two samples of four GPUs took far longer; of three, the median stands."""
+    return row["ranks"] == "4" and float(row["most_ms"]) > 1.5 * float(row["least_ms"])
 
 
-@pytest.mark.parametrize("row", stored_calls(), ids=lambda row: f"{row['mask']}-{row['seqlen']}-{row['call']}")
-def test_predictions_are_near_the_times_of_two_gpus(row: dict[str, str]) -> None:
-    """Within 10%, from the stored rates."""
+def rates_of(row: dict[str, str]) -> Rates:
     tera, giga = 1e12, 1e9
-    rates = Rates(
+    return Rates(
         float(row["forward_tflops"]) * tera, (float(row["link_gbytes"]) * giga,), float(row["latency_us"]) * 1e-6,
         float(row["backward_tflops"]) * tera, float(row["copies_gbytes"]) * giga,
     )  # fmt: skip
-    seqlen, arguments = int(row["seqlen"]), CALLS[row["mask"]]
-    if row["mask"] == "packed":
-        cuts = sorted(random.Random(seqlen).sample(range(1, seqlen), 15))
-        offsets = [0, *cuts, seqlen]
-        layout = balanced(2, seqlen, causal=True, cu_seqlens=offsets)
-        arguments = {"causal": True, "cu_seqlens": offsets, "layout": layout}
-    elif row["mask"] == "window":
-        arguments = arguments | {"layout": balanced(2, seqlen, causal=True, contiguous=True, **arguments)}
-    found = simulate(row["call"], (2,), rates=rates, seqlen=seqlen, **arguments)
-    assert 1e3 * (found.seconds_forward + found.seconds_backward) == pytest.approx(float(row["ms"]), rel=0.1)
+
+
+def stored() -> list[Stored]:
+    cells: dict[tuple[int, str, int], dict[str, dict[str, str]]] = {}
+    for row in csv.DictReader(RESULTS.read_text().splitlines()):
+        cells.setdefault((int(row["ranks"]), row["mask"], int(row["seqlen"])), {})[row["call"]] = row
+    return [Stored(*key, calls) for key, calls in cells.items()]
+
+
+@pytest.mark.parametrize("cell", stored(), ids=lambda cell: f"{cell.ranks}-{cell.mask}-{cell.seqlen}")
+def test_predictions_are_near_the_times_of_gpus(cell: Stored) -> None:
+    """Within 10%, from the stored rates; and the scheme that "auto" takes is within 3% of the fastest."""
+    found = cell.simulations()
+    for name, x in found.items():
+        if cell.predictable(name):
+            measured = float(cell.calls[name]["ms"])
+            assert 1e3 * (x.seconds_forward + x.seconds_backward) == pytest.approx(measured, rel=0.1), name
+    if len(found) == 3:
+        least = {name: float(cell.calls[name]["least_ms"]) for name in found}
+        assert least[preferred(found.values()).scheme] <= 1.03 * min(least.values())
 
 
 def test_a_thousand_ranks_in_two_dimensions() -> None:

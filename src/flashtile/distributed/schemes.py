@@ -14,7 +14,7 @@ from ..errors import ArgumentError
 from ..iomodel import backward_flops, forward_flops
 from .group import EXAMPLE, Group, grid_of
 from .layout import Layout, Piece
-from .simulate import RATES, Rates, Simulation, Workload, accepted_schemes, predict
+from .simulate import RATES, Rates, Simulation, Workload, accepted_schemes, predict, preferred
 from .visible import Document
 from .work import Visible
 
@@ -35,9 +35,8 @@ def scheme_of(scheme: str, mesh: DeviceMesh, work: Workload) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def fastest_scheme(mesh: tuple[int, ...], work: Workload, rates: Rates) -> str:
-    """The scheme with the least predicted time; the same on all ranks."""
-    found = [predict(name, mesh, work, rates) for name in accepted_schemes(mesh, work.heads)]
-    return min(found, key=lambda x: x.seconds_forward + x.seconds_backward).scheme
+    """The scheme that the model takes to be the fastest; the same on all ranks."""
+    return preferred(predict(name, mesh, work, rates) for name in accepted_schemes(mesh, work.heads)).scheme
 
 
 def predictions(mesh: DeviceMesh, work: Workload) -> list[Simulation]:
