@@ -74,7 +74,7 @@ def main(results: Path, picture: Path) -> None:
     predicted.set_yscale("log", base=2)
     for axis in (measured, predicted):
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=7, frameon=False, ncols=1 + (axis is measured))
+        axis.legend(fontsize=7, frameon=False, handlelength=3, ncols=1 + (axis is measured))
     figure.tight_layout()
     figure.savefig(picture)
 
