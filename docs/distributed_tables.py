@@ -2,11 +2,13 @@
 
 from functools import partial
 
-from cells import markdown, rows
+from cells import markdown, paragraph, rows
 
 CALLS = {"ring": "ring", "gather": "gather", "ulysses": "ulysses"}
 PEERS = {"zigzag ring": "ring-flash-attention's zigzag ring", "torch": "PyTorch's `context_parallel`"}
 TWO_ROUNDS = "4"  # ranks whose calls were measured twice, so that no median stands against a slow sample
+MASKS = {"causal": "causal calls", "full": "full ones", "window": "windows of 4096 keys", "packed": "packed sequences"}
+GOAL_FROM = 2**17  # tokens
 FAR = 1.5  # of two samples of a call, from which on both are shown
 LONG_CALLS = 2**16  # tokens from which on predictions are compared
 Row = dict[str, str]
@@ -52,7 +54,8 @@ def time_and_efficiency(row: Row) -> str:
 
 
 def length(seqlen: str) -> str:
-    return f"{int(seqlen) // 1024}k"
+    n = int(seqlen)
+    return f"{n // 2**20}M" if n % 2**20 == 0 else f"{n // 2**10}k"
 
 
 def scaling() -> str:
@@ -60,11 +63,32 @@ def scaling() -> str:
     by_ranks = {ranks: cells_of(ranks) for ranks in ("2", "4")}
     lengths = [n for n in sorted({int(n) for cells in by_ranks.values() for _, n in cells}) if n >= LONG_CALLS]
     body = []
-    for mask in ("causal", "full", "window", "packed"):
+    for mask in MASKS:
         for ranks, cells in by_ranks.items():
             found = [cells.get((mask, str(n)), {}).get("auto") for n in lengths]
             body.append([mask, ranks, *("" if x is None else f"{efficiencies(x)[0]:.2f}" for x in found)])
     return markdown(("mask", "GPUs", *(length(str(n)) for n in lengths)), body)
+
+
+def scaling_in_words() -> str:
+    """The efficiency of `auto` on four GPUs from 128k tokens on, in a sentence for the page of performance."""
+    found = {
+        mask: [efficiencies(x["auto"])[0] for (of, n), x in cells_of("4").items() if of == mask and int(n) >= GOAL_FROM]
+        for mask in MASKS
+    }
+    (row,) = rows("long-sequence.csv")
+    words = [f"{between(found[mask])} for {name}" for mask, name in MASKS.items()]
+    return paragraph(
+        f"On four H200, forward and backward by `auto` have {', '.join(words[:-1])} and {words[-1]}",
+        "from 128k tokens on, as a part of four times one GPU's speed;",
+        f"{length(row['seqlen'])} causal tokens have {long_efficiency(row):.3f}.",
+    )
+
+
+def between(values: list[float]) -> str:
+    """ "0.96 to 0.98", or one number."""
+    least, most = (f"{x:.2f}" for x in (min(values), max(values)))
+    return least if least == most else f"{least} to {most}"
 
 
 def predictions() -> str:
@@ -75,34 +99,39 @@ def predictions() -> str:
     for ranks in ("2", "4"):
         for scheme in CALLS:
             line = [ranks, scheme]
-            for mask in ("causal", "full", "window", "packed"):
+            for mask in MASKS:
                 found = [
                     float(cells[scheme]["predicted_ms"]) / samples(cells[scheme])[0]
                     for (of, seqlen), cells in cells_of(ranks).items()
                     if of == mask and int(seqlen) >= LONG_CALLS and scheme in cells
                 ]
-                line.append(f"{min(found):.2f} to {max(found):.2f}")
+                line.append(between(found))
             body.append(line)
     return markdown(("GPUs", "scheme", "causal", "full", "window", "packed"), body)
 
 
+def long_efficiency(row: Row) -> float:
+    """That of a long causal call, relative to one GPU's call of 512k tokens by their pairs."""
+    one = float(cells_of(row["ranks"])["causal", str(2**19)]["auto"]["one_ms"]) / 1e3
+    pairs, of_one = (n * (n + 1) for n in (int(row["seqlen"]), 2**19))
+    return one * pairs / of_one / (float(row["forward_s"]) + float(row["backward_s"])) / int(row["ranks"])
+
+
 def long_sequence() -> str:
-    """A row for each run: the efficiency is relative to one GPU's causal call of 512k tokens by pairs."""
+    """A row for each run."""
     body = []
     for row in rows("long-sequence.csv"):
-        one = float(cells_of(row["ranks"])["causal", str(2**19)]["auto"]["one_ms"]) / 1e3
-        forward, backward = (float(row[f"{x}_s"]) for x in ("forward", "backward"))
-        pairs, of_one = (n * (n + 1) for n in (int(row["seqlen"]), 2**19))
-        efficiency = one * pairs / of_one / (forward + backward) / int(row["ranks"])
         errors = [f"{100 * float(row[f'error_{x}']):.2f}%" for x in ("out", "dq", "dk", "dv")]
-        times = [f"{x:.1f} s, {float(row[f'{name}_tflops']):.0f}" for name, x in (("forward", forward), ("backward", backward))]
-        body.append([length(row["seqlen"]), row["ranks"], *times, f"{efficiency:.3f}", row["gib"], ", ".join(errors)])
+        passes = [f"{float(row[f'{x}_s']):.1f} s, {float(row[f'{x}_tflops']):.0f}" for x in ("forward", "backward")]
+        found = f"{long_efficiency(row):.3f}"
+        body.append([length(row["seqlen"]), row["ranks"], *passes, found, row["gib"], ", ".join(errors)])
     header = ("tokens", "GPUs", "forward, TFLOP/s of a GPU", "backward", "efficiency", "GiB", "out, dq, dk, dv")
     return markdown(header, body)
 
 
 TABLES = {f"distributed_{ranks}": partial(distributed, ranks) for ranks in ("2", "4")} | {
     "scaling": scaling,
+    "scaling_in_words": scaling_in_words,
     "predictions": predictions,
     "long_sequence": long_sequence,
 }

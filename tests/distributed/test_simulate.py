@@ -24,6 +24,7 @@ CALLS: dict[str, dict[str, Any]] = {  # of benchmarks/distributed.py
     "window": {"window": (4095, 0)},
     "packed": {},
 }
+OTHER_RATES = Rates(646.2e12, (310.8e9,), 211.2e-6, 610.2e12, 2829.3e9)  # of the run of two GPUs
 LONG = 2**17  # rows of a call from which on kernels are slower than their rate, unless they are causal
 
 
@@ -110,6 +111,10 @@ def rates_of(row: dict[str, str]) -> Rates:
     )  # fmt: skip
 
 
+def milliseconds(x: Simulation) -> float:
+    return 1e3 * (x.seconds_forward + x.seconds_backward)
+
+
 def stored() -> list[Stored]:
     cells: dict[tuple[int, str, int], dict[str, dict[str, str]]] = {}
     for row in csv.DictReader(RESULTS.read_text().splitlines()):
@@ -119,12 +124,16 @@ def stored() -> list[Stored]:
 
 @pytest.mark.parametrize("cell", stored(), ids=lambda cell: f"{cell.ranks}-{cell.mask}-{cell.seqlen}")
 def test_predictions_are_near_the_times_of_gpus(cell: Stored) -> None:
-    """Within 10%, from the stored rates; and the scheme that "auto" takes is within 3% of the fastest."""
-    found = cell.simulations()
+    """Within 10% from the rates of the run, four GPUs' within 15% from those of two others; and the scheme that "auto"
+    takes is within 3% of the fastest.
+    """
+    found, of_others = cell.simulations(), cell.simulations(OTHER_RATES)
     for name, x in found.items():
         if cell.predictable(name):
             measured = float(cell.calls[name]["ms"])
-            assert 1e3 * (x.seconds_forward + x.seconds_backward) == pytest.approx(measured, rel=0.1), name
+            assert milliseconds(x) == pytest.approx(measured, rel=0.1), name
+            if cell.ranks == 4:
+                assert milliseconds(of_others[name]) == pytest.approx(measured, rel=0.15), name
     if len(found) == 3:
         least = {name: float(cell.calls[name]["least_ms"]) for name in found}
         assert least[preferred(found.values()).scheme] <= 1.03 * min(least.values())

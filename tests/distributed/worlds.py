@@ -32,7 +32,7 @@ from flashtile.bench.byte_gpt import flashtile_attention, new_model, train
 from flashtile.distributed import Layout, attention, attention_varlen, balanced, explain, measure_rates, shard, unshard
 from flashtile.distributed.group import Group
 from flashtile.distributed.schemes import rates_of
-from flashtile.distributed.simulate import RATES
+from flashtile.distributed.simulate import RATES, preferred
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_long.py"
 WORLD = 8
@@ -184,7 +184,7 @@ def count_bytes(mesh: DeviceMesh, layout: str, arguments: dict[str, Any]) -> Non
             out.sum().backward()
             assert most(sent[0]) == prediction.bytes_backward, prediction
     assert sorted(s.scheme for s in explanation.simulations) == sorted(schemes_of(mesh))
-    assert explanation.scheme == min(explanation.simulations, key=lambda s: s.seconds_forward + s.seconds_backward)[0]
+    assert explanation.scheme == preferred(explanation.simulations).scheme
     assert f"-> {explanation.scheme}" in str(explanation)
 
 
