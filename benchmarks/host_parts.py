@@ -116,8 +116,8 @@ def steps() -> Iterator[str]:
     """The steps of all recordings so far."""
     for entry in fast_path._recent.values():
         for one in (entry.forward, *(x for passes in entry.backward.values() for x in passes)):
-            if isinstance(one.replay, replay.ForwardReplay | replay.BackwardReplay):
-                yield ", ".join(step.__qualname__.split(".")[0] for step in one.replay.recording.steps)
+            if one.recording is not None:
+                yield ", ".join(step.__qualname__.split(".")[0] for step in one.recording.steps)
 
 
 def main() -> None:

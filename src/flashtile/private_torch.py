@@ -69,6 +69,7 @@ def any_autocast() -> bool:
     return any(torch.is_autocast_enabled(kind) for kind in AUTOCAST_DEVICES)
 
 
+is_deterministic = find("torch._C", "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
 is_any_autocast_enabled = find("torch._C", "_is_any_autocast_enabled", any_autocast)
 
 
@@ -81,8 +82,11 @@ def level_by_trial() -> int:
     return 0
 
 
+_forward_ad = torch.autograd.forward_ad
+
+
 def level_of_pytorch() -> int:
-    return torch.autograd.forward_ad._current_level
+    return _forward_ad._current_level
 
 
 forward_level = (
@@ -124,6 +128,13 @@ _ONE_LEVEL = hasattr(torch.autograd.Function.__base__, "apply") and unwrap_if_de
 def apply_at_one_level(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` without its binding of arguments and its search for transforms, if there is such a thing."""
     return super(torch.autograd.Function, function).apply if _ONE_LEVEL else function.apply  # type: ignore[misc]
+
+
+def skip_lookup_of_backward(function: type[torch.autograd.Function]) -> None:
+    """Let autograd's node call `function.backward` itself, in place of a method that looks for it in each pass."""
+    node = getattr(function, "_backward_cls", None)
+    if node is not None and hasattr(node, "apply"):
+        node.apply = function.backward
 
 
 def below_autograd() -> bool:

@@ -20,18 +20,27 @@ def is_plain_eager(*tensors: Tensor | None) -> bool:
     Such calls bypass the dispatcher, which takes longer than all else that the host does.
     """
     if (
-        private_torch.forward_level() >= 0
+        is_observed_without_key()
         or private_torch.maybe_current_level() is not None
         or private_torch.len_torch_dispatch_stack() > 0
-        or (private_torch.len_torch_function_stack() > 0 and not only_default_devices())
         or private_torch.get_tracing_state() is not None
-        or private_torch.profiler_enabled()
     ):
         return False
     for x in tensors:  # noqa: SIM110 - a generator takes longer
         if x is not None and (type(x) not in PLAIN or x.is_neg()):
             return False
     return True
+
+
+def is_observed_without_key() -> bool:
+    """Whether something observes an eager call that no dispatch key shows, so that a guard of tensors
+    (`call.memory.Layouts`) does not see it. Dispatch modes, traces and functorch levels have keys.
+    """
+    return (
+        private_torch.forward_level() >= 0
+        or private_torch.profiler_enabled()
+        or (private_torch.len_torch_function_stack() > 0 and not only_default_devices())
+    )
 
 
 def only_default_devices() -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Sequence
 from torch import Tensor
 
 from .. import private_torch
-from .eager import PLAIN
+from .eager import is_plain_eager
 
 # A freed tensor has its offset for an address. Allocators keep far above this; where they do not, storage is looked at.
 LOWEST_ADDRESS = 2**32
@@ -58,14 +58,17 @@ def layout_key(tensors: Sequence[Tensor | None]) -> Hashable:
 
 
 class Layouts:
-    """The layouts of tensors. `match` compares others with them in less time than a key of theirs takes."""
+    """The layouts of tensors. `match` compares others with them in less time than a key of theirs takes, by a guard that
+    compares dispatch keys, too. It is made of plain eager calls only: where it matches, there are no dispatch modes,
+    traces or transforms, the autocast is the same, and tensors require gradients as these did.
+    """
 
     __slots__ = ("key", "same")
 
     def __init__(self, tensors: Sequence[Tensor]):
         self.key = layout_key(tensors)
         quick = self.key is not None and not repeats(tensors)
-        quick = quick and all(type(x) in PLAIN and is_aligned(x) for x in tensors)
+        quick = quick and is_plain_eager(*tensors) and all(map(is_aligned, tensors))
         self.same = private_torch.tensor_guard(tensors) if quick else None
 
     def match(self, tensors: Sequence[Tensor]) -> bool:

@@ -17,7 +17,7 @@ from .. import private_torch
 from ..backend.cpu.support import VECTORS_VARIABLE
 from ..backend.replays import Recording
 from ..call import check, device
-from ..call.call import Call, Needs, Settings
+from ..call.call import Call, Needs, Settings, differentiable_positions
 from ..call.memory import Layouts, layout_key
 from ..call.plan import Plan
 from ..expression import is_local
@@ -39,13 +39,14 @@ _BACKEND, _VECTORS = (
 class Pass:
     """A forward or backward pass of one layout: not yet seen, planned, or recorded."""
 
-    __slots__ = ("layouts", "plan", "recording", "replay")
+    __slots__ = ("in_dtypes", "layouts", "plan", "recording", "replay")
 
     def __init__(self, layouts: Layouts | None = None) -> None:
         self.layouts = layouts  # of a backward pass; an entry has one forward pass
         self.plan: Plan | None = None
         self.replay: Callable[..., Any] | None = None
-        self.recording: Recording | None = None  # of the replay, if it has one
+        self.recording: Recording | None = None  # of the replay, if it has one, and needs no context around it
+        self.in_dtypes = False  # whether recorded gradients have their inputs' dtypes
 
     def run(self, call: Call, kind: str, inside: Callable[[Call], Any], needs: Needs | None, *rest: Any) -> Any:
         """Run the `kind` function of the planned backend, or record it at the second call."""
@@ -63,6 +64,12 @@ class Pass:
             self.recording = getattr(replay, "checked_recording", None)
         else:
             self.replay, self.recording = replay, getattr(replay, "recording", None)
+        if kind == "backward":
+            inputs, gradients = call.tensors.flat(), results.flat()
+            of = zip(gradients, differentiable_positions(len(inputs)), strict=True)
+            self.in_dtypes = all(x is None or x.dtype is inputs[n].dtype for x, n in of)
+            if private_torch.is_any_autocast_enabled():  # which the layouts of a backward pass tell from none
+                self.recording = None
         return results
 
 
@@ -135,11 +142,16 @@ def find_call(call: Call) -> Entry | None:
 
 def state_of_process(q: Tensor) -> Hashable:
     """Settings outside of the call that its plan or launches depend on."""
+    return process_state(q)()
+
+
+def process_state(q: Tensor) -> Callable[[], Hashable]:
+    """`state_of_process` of all calls with q's device and dtype."""
     if q.is_cpu:
-        return _ENVIRONMENT.get(_BACKEND), torch.get_num_threads(), _ENVIRONMENT.get(_VECTORS)
+        return lambda: (_ENVIRONMENT.get(_BACKEND), torch.get_num_threads(), _ENVIRONMENT.get(_VECTORS))
     if q.dtype is torch.float32:
-        return _ENVIRONMENT.get(_BACKEND), torch.backends.cuda.matmul.fp32_precision
-    return _ENVIRONMENT.get(_BACKEND)
+        return lambda: (_ENVIRONMENT.get(_BACKEND), torch.backends.cuda.matmul.fp32_precision)
+    return lambda: _ENVIRONMENT.get(_BACKEND)
 
 
 def forward(call: Call, inside: Callable[[Call], Any]) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from ..call.cache import CacheCall
 from ..call.cache_tensors import CacheTensors
 from ..call.call import Call, Tensors, differentiable_positions
 from ..call.check_cache import check_apart
-from ..call.eager import is_plain_eager
+from ..call.eager import in_forward_mode, is_observed_without_key
 from ..call.memory import Layouts
 from ..call.window import ExactWindow
 from ..dynamo import untraced
@@ -38,11 +38,11 @@ POSITIONS = differentiable_positions(NAMED)
 
 class Gradients(NamedTuple):
     """The recorded backward passes of a call for some of its gradients, and what takes those of its tensors out of all
-    gradients, to which `None` is appended.
+    gradients, in front of which there is a `None`, which the result begins with.
     """
 
     passes: list[fast_path.Pass]
-    requested: Callable[..., Sequence[Tensor | None]]
+    requested: Callable[..., tuple[Tensor | None, ...]]
 
 
 class Repeated:
@@ -51,8 +51,8 @@ class Repeated:
     """
 
     __slots__ = (
-        "appends", "backward", "entry", "flat", "guard", "places", "recording", "requires_grad", "return_lse", "rotary",
-        "scalars", "settings", "state", "tensors",
+        "appends", "autocast", "backward", "backward_flat", "deterministic", "entry", "flat", "grad_mode", "guard",
+        "places", "process_state", "recording", "requires_grad", "return_lse", "rotary", "scalars", "settings", "state", "tensors",
     )  # fmt: skip
 
     def __init__(self, call: Call, values: Sequence[Any], indices: dict[int, int], *, return_lse: bool):
@@ -64,10 +64,15 @@ class Repeated:
         self.tensors = itemgetter(*used)
         self.places = tuple(indices)
         orders = {place: used.index(n) for place, n in indices.items()}
-        self.flat = itemgetter(*(orders.get(n, len(used)) for n in range(num_inputs(call))))  # of (*tensors, None)
+        flat = [orders.get(n, len(used)) for n in range(num_inputs(call))]
+        self.flat = itemgetter(*flat)  # of (*tensors, None)
+        self.backward_flat = itemgetter(*flat, *range(len(used) + 1, len(used) + 6))  # of (*tensors, None, *rows, kept)
         tensors = self.tensors(values)
-        self.guard, self.state = Layouts(tensors), state_of(tensors[0])
-        self.requires_grad = torch.is_grad_enabled() and autograd.requires_grad(tensors)
+        self.guard, self.process_state = Layouts(tensors), fast_path.process_state(tensors[0])
+        self.state, self.deterministic = self.process_state(), private_torch.is_deterministic()
+        self.autocast = autocast_dtype(tensors[0]) if private_torch.is_any_autocast_enabled() else None
+        self.grad_mode = torch.is_grad_enabled()
+        self.requires_grad = self.grad_mode and autograd.requires_grad(tensors)
         self.recording = None if private_torch.is_any_autocast_enabled() else call.entry.forward.recording
         self.backward: dict[Hashable, Gradients] = {}
 
@@ -77,7 +82,15 @@ class Repeated:
             if values[n] is not x and not equal(values[n], x):
                 return None
         tensors: tuple[Tensor, ...] = self.tensors(values)
-        return tensors if self.guard.match_plain(tensors) and state_of(tensors[0]) == self.state else None
+        if (
+            not self.guard.match_plain(tensors)
+            or self.process_state() != self.state
+            or torch.is_grad_enabled() is not self.grad_mode
+            or private_torch.is_deterministic() is not self.deterministic
+            or (self.autocast is not None and self.autocast is not autocast_dtype(tensors[0]))
+        ):
+            return None
+        return tensors
 
     def call(self, tensors: Sequence[Tensor], *, is_plain_eager: bool) -> Call:
         inputs = self.flat((*tensors, None))
@@ -106,34 +119,35 @@ class Repeated:
     @untraced
     def gradients(
         self, requested: Sequence[bool], results: autograd.Results, tensors: Sequence[Tensor], kept: Tensor | None
-    ) -> Sequence[Tensor | None]:
-        """The gradients of the tensors; the first flag of `requested` is that of the call itself."""
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of the call itself, which has none, and of the tensors, as the flags of `requested`."""
         _, _, dout, dlse = results
-        key = requested, dout is None, dlse is None, fast_path.state_of_process(tensors[0])
+        key = requested, dout is None, dlse is None, self.process_state()
         found = self.replayed_backward(key, results, tensors, kept)
         return self.new_backward(key, results, tensors, kept, requested[1:]) if found is None else found
 
     def replayed_backward(
         self, key: Hashable, results: autograd.Results, tensors: Sequence[Tensor], kept: Tensor | None
-    ) -> Sequence[Tensor | None] | None:
-        """The gradients of the tensors, if they have been recorded."""
+    ) -> tuple[Tensor | None, ...] | None:
+        """The gradients as `gradients` returns them, if they have been recorded."""
         known = self.backward.get(key)
-        if known is None or torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_plain_eager():
+        if known is None or torch.is_grad_enabled() or is_observed_without_key():
             return None
         present = [x for x in results if x is not None]
         present += tensors
         for one in known.passes:
             if one.replay is not None and one.layouts is not None and one.layouts.match_plain(present):
-                if one.recording is not None and not private_torch.is_any_autocast_enabled():
-                    found = one.recording((*self.flat((*tensors, None)), *results, kept))
+                if one.recording is not None:
+                    found = one.recording(self.backward_flat((*tensors, None, *results, kept)))
                 else:
                     call = self.backward_call(tensors, kept)
                     with operators.inside_operator(call):
                         found = one.replay(call, *results)
-                return [
-                    gradient if gradient is None or gradient.dtype is x.dtype else gradient.to(x.dtype)
-                    for gradient, x in zip(known.requested((*found, None)), tensors, strict=True)
-                ]
+                gradients = known.requested((None, *found))
+                if one.in_dtypes:
+                    return gradients
+                of = zip(gradients, (None, *tensors), strict=True)
+                return tuple([x if x is None or y is None else operators.in_dtype(x, y.dtype) for x, y in of])
         return None
 
     def new_backward(
@@ -143,17 +157,17 @@ class Repeated:
         tensors: Sequence[Tensor],
         kept: Tensor | None,
         needed: Sequence[bool],
-    ) -> list[Tensor | None]:
-        """The gradients of the tensors, planned or recorded."""
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients as `gradients` returns them, planned or recorded."""
         call = self.backward_call(tensors, kept)
         by_place = dict(zip(self.places, needed, strict=True))
         gradients = autograd.input_gradients(call, results, [by_place.get(n, False) for n in range(NAMED)])
         needs = [by_place.get(n, False) for n in POSITIONS]
         passes = self.entry.backward.get(fast_path.backward_key(call, needs, results))
         if passes is not None:
-            requested = (POSITIONS.index(n) if by_place[n] else -1 for n in self.places)
-            self.backward[key] = Gradients(passes, itemgetter(*requested))
-        return [gradients[n] for n in self.places]
+            requested = (POSITIONS.index(n) + 1 if by_place[n] else 0 for n in self.places)
+            self.backward[key] = Gradients(passes, itemgetter(0, *requested))
+        return None, *[gradients[n] for n in self.places]
 
 
 def num_inputs(call: Call) -> int:
@@ -172,11 +186,8 @@ def is_scalar(x: Any) -> bool:
     return type(x) in SCALARS or (type(x) in (tuple, ExactWindow) and all(type(n) in SCALARS for n in x))
 
 
-def state_of(q: Tensor) -> Hashable:
-    """The global state that a call depends on and that no dispatch key shows."""
-    dtype = torch.get_autocast_dtype(q.device.type) if private_torch.is_any_autocast_enabled() else None
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    return fast_path.state_of_process(q), deterministic, torch.is_grad_enabled(), dtype
+def autocast_dtype(q: Tensor) -> torch.dtype:
+    return torch.get_autocast_dtype(q.device.type)
 
 
 def key_of(function: str, values: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
@@ -184,7 +195,7 @@ def key_of(function: str, values: Sequence[Any], kwargs: dict[str, Any]) -> Hash
     name, since more than the function takes are an error.
     """
     try:
-        return function, len(values), values[0].shape, values[1].shape, *kwargs
+        return function, len(values), values[0].numel(), values[1].numel(), *kwargs
     except (AttributeError, IndexError, RuntimeError):  # the last one of nested tensors
         return None
 
@@ -197,7 +208,9 @@ def run_repeated(function: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         calls = fast_path.repeated.get(key_of(function, values, kwargs))
     except TypeError:  # sizes that are symbols
         return NotImplemented
-    if calls is None or sharding.contexts_open or forking.forked or not is_plain_eager():
+    if calls is None or sharding.contexts_open or forking.forked:
+        return NotImplemented
+    if in_forward_mode() or private_torch.profiler_enabled():  # the caller has looked for modes
         return NotImplemented
     for known in calls:
         tensors = known.match(values)
@@ -245,7 +258,8 @@ class RepeatedAttention(torch.autograd.Function):
         out, lse, *tensors = ctx.saved_tensors
         if dout is None and dlse is None:  # a second derivative passes here without a gradient of the results
             return None, *[None for _ in tensors]
-        return None, *ctx.known.gradients(ctx.needs_input_grad, (out, lse, dout, dlse), tensors, ctx.kept)
+        return ctx.known.gradients(ctx.needs_input_grad, (out, lse, dout, dlse), tensors, ctx.kept)  # type: ignore[no-any-return]
 
 
 apply = private_torch.apply_at_one_level(RepeatedAttention)
+private_torch.skip_lookup_of_backward(RepeatedAttention)

@@ -48,8 +48,8 @@ class Launcher:
         self, launch: Any, compiled: Any, programs: int, arguments: dict[str, Any], slots: Slots, by_triton: Step
     ):
         self.launch, self.by_triton = launch, by_triton
-        self.driver: Any = driver.active
-        self.device = self.driver.get_current_device()
+        active: Any = driver.active
+        self.device, self.stream = active.get_current_device(), active.get_current_stream
         run = compiled.run
         self.arguments: list[Any] = [
             programs, 1, 1, None, compiled.function, run.launch_cooperative_grid, run.launch_pdl,
@@ -76,7 +76,7 @@ class Launcher:
             self.by_triton(tensors)
             return
         arguments = self.arguments.copy()
-        arguments[STREAM] = self.driver.get_current_stream(self.device)
+        arguments[STREAM] = self.stream(self.device)
         for n, index, offset in self.pointers:
             arguments[n] = tensors[index].data_ptr() + offset  # type: ignore[union-attr]
         for n, slot, index, offset, layout, by_address in self.tensor_maps:

@@ -136,7 +136,7 @@ class Recorder:
             launch(kernel, programs, scalars, slots, self.tensors)
 
     def recording(self, results: Results) -> "Recording":
-        return Recording(self.steps, [self.index(x) for x in results])
+        return Recording(self.steps, [self.index(x) for x in results], self.inputs[0])
 
     def _repeated(self, function: Callable[..., Any], tensors: Sequence[Tensor | None]) -> Callable[..., Any]:
         """`function(*tensors)` in a replay."""
@@ -160,17 +160,16 @@ class Recorder:
 
 
 class Recording:
-    """Recorded steps, and where their results are."""
+    """Recorded steps on the device of q, and where their results are."""
 
-    def __init__(self, steps: list[Step], results: list[int | None]):
-        self.steps = steps
+    def __init__(self, steps: list[Step], results: list[int | None], q: Tensor | None):
+        self.steps, self.device = steps, q.get_device() if q is not None and q.is_cuda else None
         # -1 is the `None` behind all tensors; the last one makes a tuple of a single result, too.
         self.results = itemgetter(*[-1 if n is None else n for n in results], -1)
 
     def __call__(self, inputs: Sequence[Tensor | None]) -> Results:
-        q = inputs[0]
-        if q is not None and q.is_cuda and private_torch.current_device() != q.get_device():
-            with torch.cuda.device(q.device):  # Triton launches on the current device
+        if self.device is not None and private_torch.current_device() != self.device:
+            with torch.cuda.device(self.device):  # Triton launches on the current device
                 return self(inputs)
         tensors = [*inputs]  # keeps them alive until the last launch: kernels know addresses only
         for step in self.steps:

@@ -79,15 +79,13 @@ def launch_fused(
 def partials(launches: BackwardLaunches, config: FusedConfig) -> dict[str, Tensor | None]:
     """The sums of each program of a walk that several share, and their semaphores (`fused.Partials`)."""
     recorder, (q, k, v, *_) = launches.recorder, launches.call.tensors
-    summed = () if config.splits == 1 else (q,) if config.walk == "keys" else (k, v)
-    a, b = (*(recorder.new(parts(config.splits, x)) for x in summed), None, None)[:2]
-    heads = math.prod(q.shape[:2])
-    semaphores = recorder.op(partial(new_semaphores, q.device, heads)) if summed else None
-    return {"partial_a": a, "partial_b": b, "semaphores": semaphores}
-
-
-def parts(splits: int, x: Tensor) -> Tensor:
-    return x.new_empty((splits, *x.shape), dtype=torch.float32)
+    absent = dict.fromkeys(("partial_a", "partial_b", "semaphores"))
+    if config.splits == 1:
+        return absent
+    summed = {"partial_a": q} if config.walk == "keys" else {"partial_a": k, "partial_b": v}
+    parts = {name: ((config.splits, *x.shape), torch.float32) for name, x in summed.items()}
+    semaphores = recorder.op(partial(new_semaphores, q.device, math.prod(q.shape[:2])))
+    return absent | recorder.workspace(q, parts) | {"semaphores": semaphores}
 
 
 def slopes_of_splits(config: FusedConfig, lse: Tensor) -> Tensor:
