@@ -37,11 +37,13 @@ POSITIONS = differentiable_positions(NAMED)
 
 
 class Gradients(NamedTuple):
-    """The recorded backward passes of a call for some of its gradients, and what takes those of its tensors out of all
-    gradients, in front of which there is a `None`, which the result begins with.
+    """The recorded backward passes of a call for some of its gradients, what takes the tensors whose layouts count out of
+    all that backward gets, and what takes the gradients of the call's tensors out of all gradients. In front of these
+    there is a `None`, which the result begins with.
     """
 
     passes: list[fast_path.Pass]
+    present: Callable[..., tuple[Tensor, ...]]
     requested: Callable[..., tuple[Tensor | None, ...]]
 
 
@@ -133,12 +135,12 @@ class Repeated:
         known = self.backward.get(key)
         if known is None or torch.is_grad_enabled() or is_observed_without_key():
             return None
-        present = [x for x in results if x is not None]
-        present += tensors
+        values = (*tensors, None, *results, kept)
+        present = known.present(values)
         for one in known.passes:
             if one.replay is not None and one.layouts is not None and one.layouts.match_plain(present):
                 if one.recording is not None:
-                    found = one.recording(self.backward_flat((*tensors, None, *results, kept)))
+                    found = one.recording(self.backward_flat(values))
                 else:
                     call = self.backward_call(tensors, kept)
                     with operators.inside_operator(call):
@@ -165,8 +167,10 @@ class Repeated:
         needs = [by_place.get(n, False) for n in POSITIONS]
         passes = self.entry.backward.get(fast_path.backward_key(call, needs, results))
         if passes is not None:
+            count = len(tensors)
+            present = *(count + 1 + n for n, x in enumerate(results) if x is not None), *range(count)
             requested = (POSITIONS.index(n) + 1 if by_place[n] else 0 for n in self.places)
-            self.backward[key] = Gradients(passes, itemgetter(0, *requested))
+            self.backward[key] = Gradients(passes, itemgetter(*present), itemgetter(0, *requested))
         return None, *[gradients[n] for n in self.places]
 
 
