@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
@@ -44,6 +45,16 @@ def known(**options: Any) -> None:
 def not_normalized() -> Iterator[None]:
     with mock.patch("flashtile.api.attention.normalize", side_effect=AssertionError("looked at")):
         yield
+
+
+@contextmanager
+def in_transform() -> Iterator[None]:
+    """Inside torch.vmap, without a tensor that it maps."""
+    torch._C._functorch._vmap_increment_nesting(1, "error")
+    try:
+        yield
+    finally:
+        torch._C._functorch._vmap_decrement_nesting()
 
 
 class Mode(TorchDispatchMode):
@@ -89,7 +100,9 @@ def test_other_tensors(change: str) -> None:
 AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "mode": Mode,
+    "fake tensors": FakeTensorMode,
     "profiler": torch.autograd.profiler.profile,
+    "transform": in_transform,
     "forward mode": torch.autograd.forward_ad.dual_level,
     "variable": lambda: mock.patch.dict("os.environ", FLASHTILE_BACKEND="tiled"),
 }
@@ -101,6 +114,8 @@ def test_what_is_around_a_call(name: str) -> None:
     q, k, v = inputs()
     with AROUND[name](), not_normalized(), pytest.raises(AssertionError, match="looked at"):
         flashtile.attention(q, k, v, **OPTIONS)
+    if name == "fake tensors":  # which has no results to compare
+        return
     tolerance = {"rtol": 0.05, "atol": 0.05} if name == "autocast" else {}
     for around in (AROUND[name], nullcontext, AROUND[name]):
         for _ in range(3):

@@ -22,7 +22,6 @@ def is_plain_eager(*tensors: Tensor | None) -> bool:
     if (
         is_observed_without_key()
         or private_torch.maybe_current_level() is not None
-        or private_torch.len_torch_dispatch_stack() > 0
         or private_torch.get_tracing_state() is not None
     ):
         return False
@@ -34,10 +33,12 @@ def is_plain_eager(*tensors: Tensor | None) -> bool:
 
 def is_observed_without_key() -> bool:
     """Whether something observes an eager call that no dispatch key shows, so that a guard of tensors
-    (`call.memory.Layouts`) does not see it. Dispatch modes, traces and functorch levels have keys.
+    (`call.memory.Layouts`) does not see it. Traces and functorch levels have keys, dispatch modes all but PyTorch's own
+    for fake tensors and `make_fx`.
     """
     return (
         private_torch.forward_level() >= 0
+        or private_torch.len_torch_dispatch_stack() > 0
         or private_torch.profiler_enabled()
         or (private_torch.len_torch_function_stack() > 0 and not only_default_devices())
     )
