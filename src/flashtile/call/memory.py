@@ -58,8 +58,8 @@ def layout_key(tensors: Sequence[Tensor | None]) -> Hashable:
 
 
 class Layouts:
-    """The layouts of tensors. `match` compares others with them in less time than a key of theirs takes, by a guard that
-    compares dispatch keys, too. It is made of plain eager calls only: where it matches, there are no traces and
+    """The layouts of tensors. `match` compares others with them in less time than a key of theirs takes, by a guard
+    that compares dispatch keys, too. It is made of plain eager calls only: where it matches, there are no traces and
     transforms, the autocast is the same, and tensors require gradients as these did.
     """
 

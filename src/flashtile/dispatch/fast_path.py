@@ -65,9 +65,9 @@ class Pass:
         else:
             self.replay, self.recording = replay, getattr(replay, "recording", None)
         if kind == "backward":
-            inputs, gradients = call.tensors.flat(), results.flat()
-            of = zip(gradients, differentiable_positions(len(inputs)), strict=True)
-            self.in_dtypes = all(x is None or x.dtype is inputs[n].dtype for x, n in of)
+            inputs = call.tensors.flat()
+            of = zip(results.flat(), differentiable_positions(len(inputs)), strict=True)
+            self.in_dtypes = all(x is None or (y := inputs[n]) is None or x.dtype is y.dtype for x, n in of)
             if private_torch.is_any_autocast_enabled():  # which the layouts of a backward pass tell from none
                 self.recording = None
         return results

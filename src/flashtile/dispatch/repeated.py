@@ -37,9 +37,9 @@ POSITIONS = differentiable_positions(NAMED)
 
 
 class Gradients(NamedTuple):
-    """The recorded backward passes of a call for some of its gradients, what takes the tensors whose layouts count out of
-    all that backward gets, and what takes the gradients of the call's tensors out of all gradients. In front of these
-    there is a `None`, which the result begins with.
+    """The recorded backward passes of a call for some of its gradients; what picks the tensors whose layouts count
+    from all that backward gets; and what picks the gradients of the call's tensors from all gradients. In front of
+    these is a `None`, with which the result begins.
     """
 
     passes: list[fast_path.Pass]
@@ -54,7 +54,8 @@ class Repeated:
 
     __slots__ = (
         "appends", "autocast", "backward", "backward_flat", "deterministic", "entry", "flat", "grad_mode", "guard",
-        "places", "process_state", "recording", "requires_grad", "return_lse", "rotary", "scalars", "settings", "state", "tensors",
+        "places", "process_state", "recording", "requires_grad", "return_lse", "rotary", "scalars", "settings",
+        "state", "tensors",
     )  # fmt: skip
 
     def __init__(self, call: Call, values: Sequence[Any], indices: dict[int, int], *, return_lse: bool):

@@ -6,6 +6,7 @@ with any other version of Triton, Triton launches the kernels.
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -49,7 +50,8 @@ class Launcher:
     ):
         self.launch, self.by_triton = launch, by_triton
         active: Any = driver.active
-        self.device, self.stream = active.get_current_device(), active.get_current_stream
+        self.device: int = active.get_current_device()
+        self.stream: Callable[[int], int] = active.get_current_stream
         run = compiled.run
         self.arguments: list[Any] = [
             programs, 1, 1, None, compiled.function, run.launch_cooperative_grid, run.launch_pdl,

@@ -79,7 +79,7 @@ def launch_fused(
 def partials(launches: BackwardLaunches, config: FusedConfig) -> dict[str, Tensor | None]:
     """The sums of each program of a walk that several share, and their semaphores (`fused.Partials`)."""
     recorder, (q, k, v, *_) = launches.recorder, launches.call.tensors
-    absent = dict.fromkeys(("partial_a", "partial_b", "semaphores"))
+    absent: dict[str, Tensor | None] = dict.fromkeys(("partial_a", "partial_b", "semaphores"))
     if config.splits == 1:
         return absent
     summed = {"partial_a": q} if config.walk == "keys" else {"partial_a": k, "partial_b": v}
