@@ -83,7 +83,7 @@ def test_arguments(with_descriptors: bool) -> None:
         launch = launcher.of(compiled, 12, arguments, slots, by_triton)
         assert isinstance(launch, launcher.Launcher)
         others = tensors()
-        for given in (first, others, others):
+        for given in (first, others, others, first):
             launch(given)
             by_triton(given)
             ours, theirs = compiled.given[-2:]

@@ -1,7 +1,8 @@
 """A compiled kernel of an archive: loaded into a context at first use, launched by address.
 
 The driver reads all arguments of a launch from a `Frame`, eight bytes each. A recorded launch keeps frames with
-everything but addresses in place. A thread takes a frame out of the list while it launches, so that no lock is needed.
+everything but addresses in place, and with the tensor maps of its last launch. A thread takes a frame out of the list
+while it launches, so that no lock is needed.
 """
 
 import ctypes
@@ -77,6 +78,7 @@ class Frame:
         self.params = (c_uint64 * count)(*range(base, base + 8 * count, 8))  # the address of each argument
         self.config, self.config_pointer = config, ctypes.byref(config)
         self.maps: list[TensorMap | None] = [None] * maps  # alive while the driver reads them
+        self.mapped: list[int] = []  # addresses of the tensors that they are of
 
 
 class BinaryLaunch:
@@ -88,7 +90,10 @@ class BinaryLaunch:
         self.function = binary.function()
         self.launch = binary.driver.launch_kernel
         self.pointers: list[tuple[int, int, int]] = []  # place in the frame, index of the tensor, bytes from there
-        self.maps: list[tuple[int, Slot, MapLayout, dict[int, TensorMap]]] = []
+        described = (slot.index for slot in slots.values() if slot is not None and slot.describe is not None)
+        self.mapped = [*dict.fromkeys(described)]  # indices of the tensors of maps, and perhaps of others
+        # Place in the frame, that of the tensor in `mapped`, bytes from there, and what makes the map.
+        self.maps: list[tuple[int, int, int, Slot, MapLayout, dict[int, TensorMap]]] = []
         self.frames: list[Frame] = []
         self.values = self.packed({**scalars, **resolved(slots, tensors)}, slots)
 
@@ -107,7 +112,7 @@ class BinaryLaunch:
                 self.pointers.append((place, slot.index, slot.offset))
                 continue
             assert isinstance(x, TmaDescriptor)
-            self.maps.append((place, slot, next(layouts), {}))
+            self.maps.append((place, self.mapped.index(slot.index), slot.offset, slot, next(layouts), {}))
             values += [*x.shape, *x.strides]
         self.scratch = [(len(values) + n, size) for n, size in enumerate(self.binary.scratch) if size]
         return self.binary.frame.pack(*values, *[0] * len(self.binary.scratch))
@@ -117,24 +122,33 @@ class BinaryLaunch:
             frame = self.frames.pop()
         except IndexError:
             frame = Frame(self.values, self.binary.config(self.programs), len(self.maps))
-        slots, params = frame.slots, frame.params
+        slots = frame.slots
         for n, index, offset in self.pointers:
             slots[n] = tensors[index].data_ptr() + offset  # type: ignore[union-attr]
-        for number, (n, slot, layout, by_address) in enumerate(self.maps):
-            address = tensors[slot.index].data_ptr() + slot.offset  # type: ignore[union-attr]
+        if self.maps:
+            addresses = [tensors[n].data_ptr() for n in self.mapped]  # type: ignore[union-attr]
+            if addresses != frame.mapped:
+                self.put_maps(frame, addresses, tensors)
+        frame.config.stream = self.stream(self.device)
+        if self.scratch:
+            self.with_scratch(frame)
+        elif code := self.launch(frame.config_pointer, self.function, frame.params, None):
+            self.retry(frame, code)
+        self.frames.append(frame)
+
+    def put_maps(self, frame: Frame, addresses: list[int], tensors: list[Tensor | None]) -> None:
+        """Let the frame have the maps of tensors at these addresses."""
+        params, maps = frame.params, frame.maps
+        for number, (n, place, offset, slot, layout, by_address) in enumerate(self.maps):
+            address = addresses[place] + offset
             tensor_map = by_address.get(address)
             if tensor_map is None:
                 x = slot.resolve(tensors)
                 tensor_map = self.binary.driver.tensor_map(layout, address, x.shape, x.strides)
                 remember(by_address, address, tensor_map, MOST_ADDRESSES)
             params[n] = tensor_map.address
-            frame.maps[number] = tensor_map
-        frame.config.stream = self.stream(self.device)
-        if self.scratch:
-            self.with_scratch(frame)
-        elif code := self.launch(frame.config_pointer, self.function, params, None):
-            self.retry(frame, code)
-        self.frames.append(frame)
+            maps[number] = tensor_map
+        frame.mapped = addresses
 
     def with_scratch(self, frame: Frame) -> None:
         """Launch with scratch memory, which the stream's later work may have when the launch is queued."""

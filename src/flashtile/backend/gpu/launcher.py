@@ -59,7 +59,10 @@ class Launcher:
             compiled.packed_metadata, None, None, None,  # no hooks
         ]  # fmt: skip
         self.pointers: list[tuple[int, int, int]] = []  # index of the argument, of the tensor, and bytes from there
-        self.tensor_maps: list[tuple[int, Slot, int, int, Any, dict[int, Any]]] = []
+        described = (slot.index for slot in slots.values() if slot is not None and slot.describe is not None)
+        self.mapped = [*dict.fromkeys(described)]  # indices of the tensors of tensor maps, and perhaps of others
+        # Index of the argument, that of the tensor in `mapped`, bytes from there, and what makes the map.
+        self.tensor_maps: list[tuple[int, int, int, Slot, Any, dict[int, Any]]] = []
         layouts = iter(compiled.metadata.tensordesc_meta or ())
         for name, x in arguments.items():
             here = len(self.arguments)
@@ -70,25 +73,38 @@ class Launcher:
                 self.pointers.append((here, slot.index, slot.offset))
                 self.arguments.append(None)
             else:
-                self.tensor_maps.append((here, slot, slot.index, slot.offset, next(layouts), {}))
+                place = self.mapped.index(slot.index)
+                self.tensor_maps.append((here, place, slot.offset, slot, next(layouts), {}))
                 self.arguments += [None, *x.shape, *x.strides]
+        self.last: tuple[list[int], list[Any]] = [], self.arguments  # addresses, and arguments with maps of these
 
     def __call__(self, tensors: list[Tensor | None]) -> None:
         if hooked():
             self.by_triton(tensors)
             return
-        arguments = self.arguments.copy()
+        addresses, known = self.last  # at once, as other threads replace both
+        if self.tensor_maps:
+            now = [tensors[n].data_ptr() for n in self.mapped]  # type: ignore[union-attr]
+            if now != addresses:
+                known = self.with_maps(now, tensors)
+        arguments = known.copy()
         arguments[STREAM] = self.stream(self.device)
         for n, index, offset in self.pointers:
             arguments[n] = tensors[index].data_ptr() + offset  # type: ignore[union-attr]
-        for n, slot, index, offset, layout, by_address in self.tensor_maps:
-            address = tensors[index].data_ptr() + offset  # type: ignore[union-attr]
+        self.launch(*arguments)
+
+    def with_maps(self, addresses: list[int], tensors: list[Tensor | None]) -> list[Any]:
+        """The arguments with maps of tensors at these addresses, which later launches begin with."""
+        arguments = self.arguments.copy()
+        for n, place, offset, slot, layout, by_address in self.tensor_maps:
+            address = addresses[place] + offset
             tensor_map = by_address.get(address)
             if tensor_map is None:
                 tensor_map = make_tensordesc_arg(slot.resolve(tensors), layout)[0]
                 remember(by_address, address, tensor_map, MOST_ADDRESSES)
             arguments[n] = tensor_map
-        self.launch(*arguments)
+        self.last = addresses, arguments
+        return arguments
 
 
 def hooked() -> bool:
