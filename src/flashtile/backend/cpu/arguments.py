@@ -108,6 +108,12 @@ def decode_target(call: Call, rows: int) -> Target | None:
     return None
 
 
+def uses_matrix_tiles(call: Call, rows: int) -> bool:
+    """Whether the forward kernel for tasks of `rows` query rows multiplies matrix tiles."""
+    has_tiles = targets.host().tiles is not None and call.tensors.q.dtype is torch.bfloat16
+    return has_tiles and decode_target(call, rows) is None
+
+
 def whole_vectors(call: Call, x: Tensor) -> bool:
     """Whether a row of `x` is a whole number of vectors, in the accumulation dtype."""
     return x.shape[-1] % vector_lanes(call) == 0

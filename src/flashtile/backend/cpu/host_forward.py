@@ -28,10 +28,11 @@ def forward_address(variant: Variant, target: Target) -> int:
     """The address of the compiled kernel; its generator is imported only if it has to be compiled."""
 
     def source() -> str:
-        from .kernels import decode, forward, row_values
+        from .kernels import decode, forward, row_values, tile_forward
 
         kernel = row_values.RowValuesKernel if variant.row_values else forward.ForwardKernel
-        return forward.source(variant, target, decode.DecodeKernel if variant.decode else kernel)
+        kernel = decode.DecodeKernel if variant.decode else kernel
+        return forward.source(variant, target, tile_forward.TileKernel if variant.tiles else kernel)
 
     return function_address(FORWARD, variant, target, source)
 
@@ -103,7 +104,9 @@ def forward_launch(
     for_decode = args.decode_target(call, plan.tile.rows)
     target = targets.host() if for_decode is None else for_decode
     variant = args.variant_of(call, target, plan.tile.rows)
-    variant = variant._replace(row_values=args.whole_vectors(call, v), decode=for_decode is not None)
+    tiles = args.uses_matrix_tiles(call, plan.tile.rows)
+    row_values = not tiles and args.whole_vectors(call, v)
+    variant = variant._replace(row_values=row_values, decode=for_decode is not None, tiles=tiles)
     values = args.call_scalars(call, variant, q, k, v)
     rows = variant.vectors * (target.vector_bytes // lse.element_size())
     panels = -(-plan.tile.rows // rows)
@@ -116,13 +119,14 @@ def forward_launch(
         splits, least_splits = max(splits, 2), max(least_splits, 2)
     widths = q.shape[-1], v.shape[-1]
     table = BlockTable.of(call, of_call, rows)
+    layout = workspace.tile_layout if tiles else workspace.forward_layout
     values |= {
         **table_strides(table),
         **args.strides("out", out),
         **args.lse_strides(lse),
         "panels": panels,
         "out_is_real": int(out.dtype == lse.dtype),
-        "work_size": workspace.num_bytes(workspace.forward_layout, variant.real_type, rows, panels, *widths),
+        "work_size": workspace.num_bytes(layout, variant.real_type, rows, panels, *widths),
     }
     launch = KernelLaunch(
         threads.WORKER(forward_address(variant, target)),

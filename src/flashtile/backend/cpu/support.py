@@ -4,11 +4,13 @@ import functools
 import importlib.util
 import os
 import platform
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from ...call.call import Call, Needs
 from ...call.device import Device
+from ...call.plan import Plan
 from ...call.problem import Problem, too_long
 
 SUMMARY = "LLVM kernels for CPUs, generated from Python: every feature, head dimensions to 512"
@@ -20,6 +22,7 @@ ROWS = 256
 ROW_BYTES = 2**18
 SPLIT_KEYS = 384  # least keys of a split
 TARGET_TASKS = 32
+SHARED_TASKS = 256  # of a call, that the threads of a large machine share evenly enough
 
 
 class TileConfig(NamedTuple):
@@ -69,8 +72,22 @@ def tile(problem: Problem, device: Device) -> TileConfig:
     size = 8 if problem.dtype is torch.float64 else 4
     max_rows = ROW_BYTES // ((problem.head_dim + problem.head_dim_v) * size)
     rows = problem.seqlen_q * problem.num_heads_q // max(problem.num_heads_kv, 1)
-    # At least four tasks for each key head, so that threads can share them.
-    return TileConfig(max(1, min(ROWS, max_rows, rows if rows <= 64 else max(64, rows // 4))), 96)
+    # At least four tasks for each key head, so that threads can share them. In bfloat16 each task converts or packs all
+    # keys, which costs the more the fewer rows it has: fewer tasks where many heads have enough of them.
+    parts = 4
+    if problem.dtype is torch.bfloat16:
+        parts = min(parts, -(-SHARED_TASKS // max(problem.batch * problem.num_heads_kv, 1)))
+    return TileConfig(max(1, min(ROWS, max_rows, rows if rows <= 64 else max(64, rows // parts))), 96)
+
+
+def tiles(plan: Plan, call: Call, needs: Needs | None) -> dict[str, Any]:
+    """The tiles of a call's pass, and the instructions of forward's products: AMX's, or those of vectors."""
+    if needs is not None:
+        return plan.tile._asdict()  # type: ignore[no-any-return]
+    from .arguments import uses_matrix_tiles  # imports LLVM
+    from .targets import host_width
+
+    return plan.tile._asdict() | {"forward by": host_width(uses_matrix_tiles(call, plan.tile.rows))}
 
 
 def num_splits(problem: Problem, device: Device) -> int:

@@ -1,8 +1,10 @@
 """Compilation targets: a processor, its vector width, and the size of the kernels' accumulator tiles."""
 
+import ctypes
 import functools
 import os
 import platform
+import sys
 from typing import Any, NamedTuple
 
 from ...errors import BackendError
@@ -20,17 +22,32 @@ class Target(NamedTuple):
     rows: int  # ... by this many keys or value features
     fma: bool
     half: bool  # has instructions that convert float16
+    tiles: str | None = None  # whose bfloat16 matrix tiles: "amx", or "emulated", with other instructions
 
 
 # By name, widest first: the features that a processor must have, and the accumulator tile that fits its registers.
+AVX512, AVX2 = ("avx512f", "avx512bw", "avx512dq", "avx512vl"), ("avx2", "fma", "f16c")
+WIDE: dict[str, Any] = {"vector_bytes": 64, "vectors": 4, "rows": 6}
 WIDTHS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "avx512": (("avx512f", "avx512bw", "avx512dq", "avx512vl"), {"vector_bytes": 64, "vectors": 4, "rows": 6}),
-    "avx2": (("avx2", "fma", "f16c"), {"vector_bytes": 32, "vectors": 2, "rows": 6}),
+    "amx": ((*AVX512, "amx-tile", "amx-bf16"), WIDE | {"tiles": "amx"}),
+    "avx512": (AVX512, WIDE),
+    "avx2": (AVX2, {"vector_bytes": 32, "vectors": 2, "rows": 6}),
     "baseline": ((), {"vector_bytes": 16, "vectors": 2, "rows": 6}),
     "neon": (("neon",), {"vector_bytes": 16, "vectors": 4, "rows": 6}),
+    "amx-emulated": (AVX2, WIDE | {"tiles": "emulated"}),
 }
+VECTORS_BESIDE = {"amx": "avx512", "amx-emulated": "avx2"}
+X86_WIDTHS = ("amx", "avx512", "avx2", "baseline", "amx-emulated")
 NARROWEST = 16  # bytes of a vector
-GENERIC_CPUS = {"avx512": "x86-64-v4", "avx2": "x86-64-v3", "baseline": "x86-64", "neon": "generic"}
+GENERIC_CPUS = {
+    "amx": "sapphirerapids",
+    "avx512": "x86-64-v4",
+    "avx2": "x86-64-v3",
+    "baseline": "x86-64",
+    "neon": "generic",
+    "amx-emulated": "x86-64-v3",
+}
+ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64
 
 
 def make_target(width: str, triple: str, cpu: str | None = None, features: str = "") -> Target:
@@ -49,14 +66,28 @@ def host() -> Target:
     return _host(requested_width())
 
 
+def host_width(tiles: bool) -> str:
+    """The name of this machine's widest vectors, or of its matrix tiles if a kernel uses them."""
+    width = requested_width() or usable_widths()[0]
+    return VECTORS_BESIDE.get(width, width) if not tiles else width
+
+
 @functools.cache
 def usable_widths() -> list[str]:
     """Vector widths that this processor has, widest first."""
     from llvmlite import binding as llvm
 
     host_features = llvm.get_host_cpu_features()
-    widths = ("neon",) if platform.machine().lower() in ("arm64", "aarch64") else ("avx512", "avx2", "baseline")
-    return [width for width in widths if all(host_features.get(x) for x in WIDTHS[width][0])]
+    widths = ("neon",) if platform.machine().lower() in ("arm64", "aarch64") else X86_WIDTHS
+    usable = [width for width in widths if all(host_features.get(x) for x in WIDTHS[width][0])]
+    return usable[1:] if usable[0] == "amx" and not tiles_permitted() else usable
+
+
+def tiles_permitted() -> bool:
+    """Ask the system for AMX's tile registers: without its permission, the first use ends the process."""
+    if sys.platform != "linux":
+        return False
+    return ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA) == 0
 
 
 @functools.cache

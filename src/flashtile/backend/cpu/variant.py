@@ -34,6 +34,7 @@ class Variant(NamedTuple):
     slope_gradient: bool = False
     row_values: bool = False  # whether lanes of products with V, and with K in backward, run over features
     decode: bool = False  # forward only
+    tiles: bool = False  # products of bfloat16 matrix tiles; forward only
 
     @property
     def real_type(self) -> ir.Type:

@@ -13,6 +13,8 @@ BLOCK_N = 96  # keys of a block: its scores stay in the first-level cache
 BLOCK_PARTS = 3  # of which mask functions hide the first and last ones
 DROPOUT_KEYS = 8  # keys that share a random counter; a block may begin and end inside such a group
 CACHE_LINE = 64  # bytes
+TILE_ROWS = 16  # of a matrix tile
+TILE_DEPTH = 32  # bfloat16 numbers in a row of it
 
 
 Layout = Iterator[tuple[str, Any, ir.Type]]
@@ -52,6 +54,15 @@ def forward_layout(real_type: ir.Type, rows: int, panels: Any, head_dim: Any, he
     yield "total_m", panels * rows, real_type  # the maximum that totals are relative to
     yield "total_l", panels * rows, real_type
     yield "total_out", panels * head_dim_v * rows, real_type
+
+
+def tile_layout(real_type: ir.Type, rows: int, panels: Any, head_dim: Any, head_dim_v: Any) -> Layout:
+    """The same for products of matrix tiles: q, k and v have bfloat16 numbers in place of reals, padded to tiles."""
+    depth, width = round_up(head_dim, TILE_DEPTH), round_up(head_dim_v, TILE_DEPTH)
+    yield from forward_layout(real_type, rows, panels, depth, width)
+    yield "p", BLOCK_N * rows // 2, INT  # pairs of keys
+    yield "product", 4 * TILE_ROWS * TILE_ROWS, real_type
+    yield "copied", TILE_DEPTH * (depth + width) // 2, INT  # keys before they are packed
 
 
 def backward_layout(

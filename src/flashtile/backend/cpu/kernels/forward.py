@@ -4,6 +4,7 @@ A task has a few panels of query rows and loops over the key blocks. Each panel 
 its scores, updates the online softmax and adds the values, while the block is in the first-level cache.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 from ....expression.blocks import HIDDEN
@@ -35,10 +36,17 @@ class BlockKind(NamedTuple):
 class ForwardKernel(Kernel):
     """Emits the code of one task."""
 
+    layout = staticmethod(forward_layout)
+
     @staticmethod
     def emit_products(code: Code, panel: Panel, variant: Variant) -> None:
         emit_scores(code, panel)
         emit_values(code, panel)
+
+    @staticmethod
+    def thread_state(code: Code) -> AbstractContextManager[None]:
+        """Emit code before and after a thread's tasks."""
+        return nullcontext()
 
     def run(self) -> None:
         code, w, rows = self.code, self.w, self.panel.rows
@@ -116,6 +124,10 @@ class ForwardKernel(Kernel):
     def load_keys(self, side: str, first: Value, last: Value) -> KeyBlock:
         return load_keys(self.code, self.a, self.variant, self.task, side, first, last, getattr(self.w, side))
 
+    def first_key(self, lowest: Value) -> Value:
+        """The first key to process in a block whose visible ones begin at `lowest`: those before it are masked."""
+        return lowest
+
     def score_product(self, p: Value, k: KeyBlock, count: Value) -> None:
         """Compute the block's scores, and their maximum in `new_m`."""
         w, depth = self.w, self.a.integer("head_dim")
@@ -125,12 +137,12 @@ class ForwardKernel(Kernel):
     def value_product(self, p: Value, v: KeyBlock, count: Value) -> None:
         """Scale the accumulators by `alpha`, and add the block's probabilities times its values."""
         w, width = self.w, self.a.integer("head_dim_v")
-        out = w.out + p * width * self.panel.rows
+        out = w.out + self.output_place(p)[0]
         value_product(self.code, self.panel, w.scores, v.first, v.stride, count, out, width, w.alpha)
 
     def carry_output(self, p: Value, last: bool) -> None:
         code, w, panel, width = self.code, self.w, self.panel, self.a.integer("head_dim_v")
-        first = p * width * panel.rows
+        first = self.output_place(p)[0]
         with code.loop(0, width) as d:
             for n in range(0, panel.rows, code.lanes):
                 at = d * panel.rows + n
@@ -138,7 +150,7 @@ class ForwardKernel(Kernel):
 
     def store_output(self, p: Value, dtype: str, to: Pointer, row_offsets: Pointer) -> None:
         code, w, panel, width = self.code, self.w, self.panel, self.a.integer("head_dim_v")
-        out, lse = w.out + p * width * panel.rows, panel.load(w.l + p * panel.rows)
+        out, lse = w.out + self.output_place(p)[0], panel.load(w.l + p * panel.rows)
         inverse = panel.load(w.alpha)
         with code.loop(0, width) as d:
             terms = zip(panel.load(out, d), inverse, lse, strict=True)
@@ -152,9 +164,10 @@ class ForwardKernel(Kernel):
         code, w = self.code, self.w
         lo, full_lo, full_hi, hi = (w.bounds[p * 4 + n] for n in range(4))
         visible = visible_keys(self, p, block_first, block_last)
-        first, last = code.maximum(visible.first, lo), code.minimum(visible.last, hi)
+        lowest, last = code.maximum(visible.first, lo), code.minimum(visible.last, hi)
+        first = self.first_key(lowest)
         count, skipped = last - first, first - block_first
-        with code.if_then((count > 0) & (visible.state > HIDDEN)):
+        with code.if_then((lowest < last) & (visible.state > HIDDEN)):
             state = self.load_mask_and_bias(p, first, count, visible.state)
             with code.if_then(state > HIDDEN):
                 k = k._replace(first=k.first + k.stride * skipped)
@@ -235,7 +248,7 @@ def source(variant: Variant, target: Target, kernel_class: type[ForwardKernel] =
     with code.function(FORWARD, ADDRESS, public=True) as (block,):
         a = Arguments(code, block)
         sizes = (a.integer(name) for name in ("panels", "head_dim", "head_dim_v"))
-        w = Workspace(thread_workspace(code, a), forward_layout(code.real_type, panel.rows, *sizes))
-        with task_loop(code, a) as task_index:
+        w = Workspace(thread_workspace(code, a), kernel_class.layout(code.real_type, panel.rows, *sizes))
+        with kernel_class.thread_state(code), task_loop(code, a) as task_index:
             kernel_class(code, a, variant, panel, w, find_task(code, a, panel, task_index)).run()
     return str(code.module)

@@ -1,5 +1,6 @@
 """Blocks of keys and values, where they lie in memory or copied to the workspace."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ..variant import Arguments, Variant
@@ -14,6 +15,21 @@ class KeyBlock(NamedTuple):
 
     first: Pointer
     stride: Value
+
+
+def key_offsets(code: Code, a: Arguments, task: Task, side: str) -> Callable[[Value], Value]:
+    """The offset of a row of k or v (`side`), in elements, by its number."""
+    table, page_size, step = a.pointer("page_table", LONG), a.integer("page_size"), a.integer(f"{side}_s")
+    head_offset = task.kv_head * a.integer(f"{side}_h")
+
+    def offset(j: Value) -> Value:
+        at = code.variable(task.b * a.integer(f"{side}_b") + head_offset + (task.k_first + j) * step)
+        with code.if_then(table.is_null().equals(0)):
+            page = table[task.b * a.integer("page_columns") + j // page_size]
+            at.set(page * a.integer(f"{side}_b") + head_offset + j % page_size * step)
+        return at.get()
+
+    return offset
 
 
 def load_keys(
@@ -35,14 +51,7 @@ def load_keys(
     source, table = a.pointer(side, kind), a.pointer("page_table", LONG)
     page_size, step = a.integer("page_size"), a.integer(f"{side}_s")
     width = a.integer("head_dim" if side == "k" else "head_dim_v")
-    head_offset, scratch = task.kv_head * a.integer(f"{side}_h"), scratch.cast(kind)
-
-    def offset(j: Value) -> Value:
-        at = code.variable(task.b * a.integer(f"{side}_b") + head_offset + (task.k_first + j) * step)
-        with code.if_then(table.is_null().equals(0)):
-            page = table[task.b * a.integer("page_columns") + j // page_size]
-            at.set(page * a.integer(f"{side}_b") + head_offset + j % page_size * step)
-        return at.get()
+    offset, scratch = key_offsets(code, a, task, side), scratch.cast(kind)
 
     def copy() -> None:
         full = width // code.lanes * code.lanes
