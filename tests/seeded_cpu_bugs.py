@@ -7,6 +7,7 @@ disk. One call for each bug keeps that to a few seconds.
 """
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ except ImportError:  # pytest imports the tests as modules of their own
 
 import flashtile
 from flashtile.backend.cpu import host_backward, host_forward, jit, targets
+from flashtile.backend.cpu.support import VECTORS_VARIABLE
 from flashtile.dispatch import fast_path
 from flashtile.testing.case import Case, MaskFunction, ScoreFunction
 from flashtile.testing.mask_functions import causal_by_head
@@ -34,10 +36,19 @@ Check = Callable[[], str | None]  # the worst result of a call, if it is out of 
 
 
 class CpuBug(NamedTuple):
-    """A bug, and the check that must notice it."""
+    """A bug, the check that must notice it, and the vectors that its kernels need."""
 
     bug: Bug
     check: Check
+    width: str | None = None
+
+    @property
+    def is_usable(self) -> bool:
+        return self.width is None or self.width in targets.usable_widths()
+
+    def run(self) -> str | None:
+        with mock.patch.dict(os.environ, {} if self.width is None else {VECTORS_VARIABLE: self.width}):
+            return self.check()
 
 
 def forward_case(**keywords: Any) -> Case:
@@ -111,6 +122,7 @@ HEADS = call(forward_case, num_heads_q=4, num_heads_kv=2)
 BLOCKS = call(forward_case, seqlen_k=97)  # the second block has one key
 RISING = call(forward_case, seqlen_k=300, scale=3.0)  # several blocks, and maxima that differ by more than 1
 DECODE = call(forward_case, batch=1, num_heads_q=2, seqlen_q=1, seqlen_k=2000, head_dim=32)  # split over keys
+TILES = call(forward_case, seqlen_q=20, seqlen_k=300, head_dim=32, dtype=torch.bfloat16, scale=1.0, window=(70, 9))
 GRADIENTS = call(dense_case)
 SCORE_MOD = call(score_mod_case)
 
@@ -203,6 +215,21 @@ CPU_BUGS = (
         DECODE,
     ),
     CpuBug(
+        Bug("tiles: first key inside of a tile", "kernels.tile_forward", "lowest // TILE_DEPTH * TILE_DEPTH", "lowest"),
+        TILES,
+        "amx-emulated",
+    ),
+    CpuBug(
+        Bug(
+            "tiles: acc not rescaled",
+            "kernels.tile_forward",
+            "code.multiply_add(o_d.vector(), factor,",
+            "(o_d.vector() +",
+        ),
+        TILES,
+        "amx-emulated",
+    ),
+    CpuBug(
         Bug("delta added", "kernels.backward", "ds = p * (dp - w.delta", "ds = p * (dp + w.delta"),
         GRADIENTS,
     ),
@@ -283,12 +310,12 @@ def forget_kernels() -> None:
 
 def caught(x: CpuBug) -> str | None:
     with planted(x.bug._replace(module=f"backend.cpu.{x.bug.module}")), fresh_kernels():
-        return x.check()
+        return x.run()
 
 
 def main() -> None:
     for x in CPU_BUGS:
-        print(f"{x.bug.name:40} {caught(x) or 'NOT CAUGHT'}; without it: {x.check() or 'right'}", flush=True)
+        print(f"{x.bug.name:40} {caught(x) or 'NOT CAUGHT'}; without it: {x.run() or 'right'}", flush=True)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,12 @@ def test_bug_is_caught(bug: Bug) -> None:
 
 
 def test_cpu_kernels_are_right_without_a_bug() -> None:
-    assert not [wrong for check in {x.check for x in CPU_BUGS} if (wrong := check()) is not None]
+    checks = {x.check: x for x in CPU_BUGS if x.is_usable}
+    assert not [wrong for x in checks.values() if (wrong := x.run()) is not None]
 
 
 @pytest.mark.parametrize("x", CPU_BUGS, ids=[x.bug.name for x in CPU_BUGS])
 def test_bug_in_cpu_kernels_is_caught(x: CpuBug) -> None:
+    if not x.is_usable:
+        pytest.skip(f"this processor has no {x.width}")
     assert caught(x) is not None
