@@ -163,9 +163,9 @@ def decoding(batch: int, heads: int, heads_kv: int, keys: int, width: int, **cha
 def test_decoding_with_given_splits_has_one_tile_whatever_is_in_the_batch() -> None:
     """With `num_splits` given, bits depend neither on the batch nor on its lengths."""
     for width, rows, expected in (
-        (128, 1, (16, 64, 4, 4)),
-        (64, 1, (16, 128, 4, 4)),
-        (80, 1, (16, 64, 4, 4)),
+        (128, 1, (8, 64, 4, 4)),
+        (64, 1, (8, 128, 4, 4)),
+        (80, 3, (16, 64, 4, 4)),
         (128, 9, (64, 64, 4, 3)),
     ):
         found = [
@@ -182,14 +182,15 @@ def test_decoding_with_given_splits_has_one_tile_whatever_is_in_the_batch() -> N
 @pytest.mark.parametrize(
     ("call", "expected", "splits"),
     [
-        ((1, 14, 2, 4096, 64), (16, 128, 4, 3), 16),  # a program alone on its core
-        ((16, 12, 12, 1024, 64), (16, 32, 1, 4), 1),  # more tiles than cores
-        ((5, 20, 20, 1500, 64), (16, 128, 4, 3), 1),  # fewer
-        ((64, 12, 12, 1024, 64), (16, 32, 1, 4), 1),
-        ((3, 32, 32, 2048, 80), (16, 64, 2, 3), 2),  # two chunks of features
-        ((8, 8, 1, 131072, 128), (16, 128, 4, 3), 12),
-        ((64, 32, 8, 8192, 128), (16, 64, 4, 3), 1),
-        ((1, 8, 1, 131072, 256), (16, 64, 4, 3), 48),  # merging the splits of a single head pays
+        ((1, 14, 2, 4096, 64), (8, 128, 4, 3), 16),  # a program alone on its core
+        ((16, 12, 12, 1024, 64), (8, 64, 2, 3), 1),  # more tiles than cores, with enough bytes in flight
+        ((5, 20, 20, 1500, 64), (8, 128, 4, 3), 1),  # fewer
+        ((128, 16, 16, 512, 64), (8, 128, 4, 3), 1),  # several waves
+        ((3, 32, 32, 2048, 80), (8, 64, 2, 3), 1),  # two chunks of features
+        ((8, 8, 1, 131072, 128), (8, 64, 4, 3), 16),  # a program for each core, if that takes no more time
+        ((64, 32, 8, 8192, 128), (8, 128, 4, 3), 1),
+        ((1, 8, 1, 131072, 256), (8, 64, 4, 3), 48),  # merging the splits of a single head pays
+        ((20, 48, 4, 3000, 128), (16, 128, 4, 3), 1),  # groups of more than 8 rows
         ((32, 71, 1, 2048, 64), (64, 64, 4, 3), 4),  # two tiles of a group, which read the same keys
         ((1, 96, 1, 4096, 128), (128, 64, 8, 4), 16),  # not counted
     ],
@@ -204,7 +205,7 @@ def test_decoding_counts_the_batch_nearly_as_it_is() -> None:
     """100 programs are not counted as 160, nor 160 as 256."""
     assert [decoding(n, 20, 20, 1500, 64).bucketed().batch for n in (1, 5, 9, 17, 33, 65)] == [1, 5, 9, 18, 36, 72]
     assert replace(decoding(5, 20, 20, 1500, 64), seqlen_q=17).bucketed().batch == 8
-    splits = [support.num_splits(decoding(n, 12, 12, 2048, 64).bucketed(), H100) for n in (5, 8)]
+    splits = [support.num_splits(decoding(n, 12, 12, 8192, 64).bucketed(), H100) for n in (5, 8)]
     assert splits == [2, 1]
 
 
@@ -212,7 +213,7 @@ def test_decoding_in_windows_counts_the_keys_that_are_visible() -> None:
     long = decoding(8, 64, 8, 8192, 64, window=Window(127, 0))
     assert support.num_splits(long.bucketed(), H100) == 1
     short, chunked = (decoding(1, 4, 4, 2**20, 64, window=Window(None, 0, chunk=n)) for n in (None, 256))
-    assert [support.num_splits(x.bucketed(), H100) for x in (short, chunked)] == [32, 12]
+    assert [support.num_splits(x.bucketed(), H100) for x in (short, chunked)] == [32, 1]
 
 
 def test_decoding_of_nothing_has_a_plan() -> None:
@@ -224,18 +225,18 @@ def test_sequences_in_pages_are_split_since_their_lengths_differ() -> None:
     same = decoding(33, 32, 8, 6144, 128)
     paged = replace(same, layout="paged", pages=Pages(16, True, True))
     whole = replace(paged, pages=Pages(6144, False, True))
-    assert [support.num_splits(x.bucketed(), H100) for x in (same, whole, paged)] == [2, 2, 4]
+    assert [support.num_splits(x.bucketed(), H100) for x in (same, whole, paged)] == [1, 1, 4]
 
 
 def test_pages_over_64_features_have_two_warps() -> None:
-    same = decoding(16, 20, 20, 1024, 80)
+    same = decoding(16, 20, 2, 1024, 80)
     paged = replace(same, layout="paged", pages=Pages(16, True, True))
-    assert [configs.tile(x, H100).forward.num_warps for x in (same, paged)] == [1, 2]
+    assert [{tile.num_warps for tile in decode_times.tiles(x, 16)} for x in (same, paged)] == [{1, 2}, {2}]
 
 
 def test_faster_memory_wants_more_splits() -> None:
     speculative = decoding(8, 32, 8, 8192, 128, seqlen_q=5)
-    assert [support.num_splits(speculative, device) for device in (H100, H200)] == [2, 3]
+    assert [support.num_splits(speculative, device) for device in (H100, H200)] == [2, 4]
 
 
 def test_merges_are_counted_as_the_kernel_runs_them() -> None:

@@ -25,7 +25,7 @@ from ..scalars import (
     threshold,
     window_numbers,
 )
-from .constants import Constants, HeadDim
+from .constants import TRANSPOSED_ROWS, Constants, HeadDim
 from .tile_config import KernelConfig
 
 MAX_BIAS_SPLITS = 16  # partial gradients of a bias, summed at the end
@@ -56,8 +56,12 @@ def shared_scalars(call: Call, q: Tensor, k: Tensor, v: Tensor, align: int) -> d
     }
 
 
-def constants(call: Call, config: KernelConfig, align: int, pack_gqa: int = 1, splits: int = 1) -> dict[str, Any]:
-    """The compile-time constants of forward and backward kernels, and Triton's options."""
+def constants(
+    call: Call, config: KernelConfig, align: int, pack_gqa: int = 1, splits: int = 1, in_order: bool = False
+) -> dict[str, Any]:
+    """The compile-time constants of forward and backward kernels, and Triton's options. `in_order`: a page table of one
+    column is `0 .. batch - 1`.
+    """
     t = call.tensors
     split = takes_split(t.q.dtype, config)
     several_pages = t.page_table is not None and t.page_table.shape[1] > 1
@@ -73,6 +77,8 @@ def constants(call: Call, config: KernelConfig, align: int, pack_gqa: int = 1, s
         BLOCK_N=config.block_n,
         PACK_GQA=pack_gqa,
         SPLITS=splits,
+        IN_ORDER=in_order,
+        TRANSPOSED=config.block_m == TRANSPOSED_ROWS,
         NUM_WARPS=config.num_warps,
         EVEN=is_even(call, config),
     )

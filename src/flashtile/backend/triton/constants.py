@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+TRANSPOSED_ROWS = 8  # of a tile, if whole groups of query heads fit
+
 
 @dataclass(frozen=True)
 class HeadDim:
@@ -28,6 +30,8 @@ class Constants:
     BLOCK_N: int
     PACK_GQA: int = 1  # query heads that share a tile
     SPLITS: int = 1  # programs that share the keys of a row
+    TRANSPOSED: bool = False  # scores are `[N, M]` (`kernels.few_rows`)
+    IN_ORDER: bool = False  # a page table of one column is `0 .. batch - 1`, and not read
     NUM_WARPS: int = 4  # of a program; they decide how many rows of the splits are merged at once
     EVEN: bool = False  # no block needs masks; that of dq is slower without their code
 

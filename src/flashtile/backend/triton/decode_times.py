@@ -1,7 +1,7 @@
 """Time of a decoding call by its tile and splits, counted for an H100 (docs/journal/2026-11-26-decode-plans.md).
 
-Programs run in waves of as many as the cores hold. A wave takes as long as its programs wait for their blocks of keys
-one after another, or as memory takes to deliver all of them. Then the splits of a row are merged.
+A call takes as long as its programs wait for their blocks of keys one after another, in waves of as many as the cores
+hold, or as memory takes to deliver all keys. Then the splits of a row are merged.
 """
 
 from math import ceil
@@ -10,21 +10,26 @@ from typing import NamedTuple
 from ...call.device import Device
 from ...call.problem import Problem, power_of_two
 from ..gpu.decoding import packed_rows
+from .constants import TRANSPOSED_ROWS
 from .tile_config import KernelConfig
 
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-SHARED_BYTES = 180 * 1024  # of a core, for its programs: two of 102 KiB each were as slow as one after the other
+SHARED_BYTES = 227 * 1024  # of a core, for its programs
 WARPS = 16  # of a core
 # Bytes in a microsecond:
 BANDWIDTH = {"H200": 4.8e6, "B200": 8e6, "B300": 8e6}  # of memory, as published, by a part of the device's name
-OTHER_BANDWIDTH, ACHIEVED = 3.35e6, 0.89  # of an H100, and the part of it that calls get
-CORE_BYTES = 5.1e4  # that a core takes, at most
+OTHER_BANDWIDTH, ACHIEVED = 3.35e6, 0.88  # of an H100, and the part of it that calls get
+CORE_BYTES = 6.6e4  # that a core takes, at most
+# Parts of memory's time:
+ENOUGH, LATENCY = 1.85, 0.34  # microseconds of bandwidth in flight, and what is lost with none
+CROWDED, CROWD = 0.03, 32 * 1024  # where some cores have more programs, for each CROWD bytes in flight above the first
 # Microseconds:
-START = 1.1  # from the start of a wave to its first keys
-FILL = 0.6  # of the time of a block, for each stage that is loaded ahead
-MERGE, ROUND, CHUNK = 1.2, 0.7, 2.5  # of partial results: once, for each round of rows, and in several chunks of splits
+START = 1.0  # to the first keys
+FILL = 0.18  # of the time of a block, for each stage that is loaded ahead
+MERGE, ROUND, CHUNK = 2.4, 0.5, 2.5  # of partial results: once, for each round of rows, and in several chunks of splits
 MAX_UNROLL, REGISTERS, MIN_REGISTERS = 16, 64, 4  # of `kernels.combine`: splits at once, and their numbers in a thread
-SLACK = 1.02  # of the least time, within which plans count as equal
+SLACK, UNEVEN_SLACK = 1.02, 1.01  # of the least time, within which plans count as equal
+SEVERAL_WAVES = 1.2
 OVERLAP = 8  # exponent of a sum that is little more than its largest part
 UNEVEN = 0.5  # of a program whose sequence is longer than others, where programs alone leave memory idle
 
@@ -44,6 +49,11 @@ class TimedTile(NamedTuple):
 FEW, SEVERAL = 16, 64  # rows of a tile
 NARROW = TimedTile(32, 1, 4, 0.50, 0.39), TimedTile(64, 2, 3, 0.80, 0.80)
 TILES = {  # by rows and width; heads in two chunks, as 40 = 32 + 16 and 80 = 64 + 16, have no more work for more warps
+    (TRANSPOSED_ROWS, 48): (TimedTile(64, 2, 3, 0.54, 0.54),),
+    (TRANSPOSED_ROWS, 64): (TimedTile(64, 2, 3, 0.34, 0.34), TimedTile(128, 4, 3, 0.35, 0.35)),
+    (TRANSPOSED_ROWS, 96): (TimedTile(64, 2, 3, 0.62, 0.62),),
+    (TRANSPOSED_ROWS, 128): (TimedTile(64, 4, 3, 0.85, 0.85), TimedTile(128, 4, 3, 1.4, 1.4)),
+    (TRANSPOSED_ROWS, 256): (TimedTile(64, 4, 3, 0.97, 0.97),),
     (FEW, 48): NARROW,
     (FEW, 64): (*NARROW, TimedTile(128, 4, 3, 0.95, 0.95)),
     (FEW, 96): (TimedTile(32, 1, 4, 0.65, 0.50), TimedTile(64, 2, 3, 0.90, 0.90)),
@@ -61,20 +71,26 @@ class Choice(NamedTuple):
 
 
 def fastest(problem: Problem, device: Device, block_m: int) -> Choice | None:
-    """The fewest splits that take at most SLACK times the least time; `None` for tiles that were not measured. Of their
-    tiles the smallest where cores have several programs, else the largest.
+    """The choice among those that take at most SLACK times the least time; `None` for tiles that were not measured.
+
+    It has the most splits that leave one program to a core, or else the fewest, and the smallest tile, or in several
+    waves the largest.
     """
     times = {
         Choice(KernelConfig(block_m, *tile[:3]), splits): time(problem, device, block_m, tile, splits)
         for tile in tiles(problem, block_m)
         for splits in SPLITS
     }
-    limit = min(times.values(), default=0.0) * (1 if is_uneven(problem) else SLACK)
+    limit = min(times.values(), default=0.0) * (UNEVEN_SLACK if is_uneven(problem) else SLACK)
     best = [choice for choice in times if times[choice] <= limit]
-    splits = min((choice.splits for choice in best), default=1)
-    several = num_tiles(problem, block_m) * splits > device.cores
-    choose = min if several else max
-    return choose((x for x in best if x.splits == splits), key=lambda choice: choice.config.block_n, default=None)
+    count, all_splits = num_tiles(problem, block_m), {choice.splits for choice in best}
+    alone = [n for n in all_splits if n * count <= device.cores]
+    splits = max(alone) if alone else min(all_splits, default=1)
+    found = sorted(choice.config for choice in best if choice.splits == splits)
+    if not found:
+        return None
+    waves = count * splits / (device.cores * programs_of_core(problem, block_m, found[0]))
+    return Choice(found[-1 if waves > SEVERAL_WAVES else 0], splits)
 
 
 def tiles(problem: Problem, block_m: int) -> tuple[TimedTile, ...]:
@@ -116,39 +132,39 @@ def time(problem: Problem, device: Device, block_m: int, tile: TimedTile, splits
     """Microseconds of a call, without its launch."""
     p, keys = problem, visible_keys(problem)
     bandwidth = ACHIEVED * next((x for name, x in BANDWIDTH.items() if name in device.name), OTHER_BANDWIDTH)
-    programs, sharing = num_tiles(p, block_m) * splits, row_blocks(p, block_m)
+    programs = num_tiles(p, block_m) * splits
     whole_rows = splits == 1 and packed_rows(p) == p.seqlen_q
     block = tile.unmasked if whole_rows else tile.masked
     edge = keys < p.seqlen_k  # windows begin within a block
     blocks = ceil((ceil((keys - edge) / tile.block_n) + edge) / splits)
     row_bytes = (p.head_dim + p.head_dim_v) * p.dtype.itemsize
     own_bytes = min(blocks * tile.block_n, keys) * row_bytes
-    own_time = (blocks + FILL * (tile.num_stages - 1)) * block
-
-    def memory_time(programs: int) -> float:
-        busiest = ceil(programs / device.cores) * own_bytes / CORE_BYTES
-        return START + max(programs / sharing * own_bytes / bandwidth, busiest)
-
-    def wave_time(programs: int) -> float:
-        return (own_time**OVERLAP + memory_time(programs) ** OVERLAP) ** (1 / OVERLAP)
 
     at_once = device.cores * programs_of_core(p, block_m, tile)
-    waves, rest = divmod(programs, at_once)
-    total = waves * wave_time(at_once)
-    if rest:  # later waves begin while the last programs of those before them are running
-        total += memory_time(rest) if waves > 1 else wave_time(rest)
+    own_time = ceil(programs / at_once) * (blocks + FILL * (tile.num_stages - 1)) * block
+
+    most = ceil(programs / device.cores)  # programs of a core
+    ahead = (tile.num_stages - 1) * tile.block_n * row_bytes  # bytes in flight, of a program
+    in_flight = min(programs, at_once) * ahead / bandwidth
+    lost = LATENCY * max(0.0, 1 - in_flight / ENOUGH)
+    if most > 1:
+        lost += CROWDED * (most * device.cores / programs - 1) * max(0.0, ahead / CROWD - 1)
+    memory_time = programs / row_blocks(p, block_m) * own_bytes / bandwidth * (1 + lost)
+
+    times = own_time, memory_time, most * own_bytes / CORE_BYTES
+    total = START + sum(x**OVERLAP for x in times) ** (1 / OVERLAP)
     if is_uneven(p):
         filling = bandwidth * block / (tile.block_n * row_bytes)  # programs that keep memory busy
         total += UNEVEN * min(1, filling / programs) * blocks * block
     return total + merge_time(p, block_m, tile, splits)
 
 
-def programs_of_core(problem: Problem, block_m: int, tile: TimedTile) -> int:
+def programs_of_core(problem: Problem, block_m: int, tile: TimedTile | KernelConfig) -> int:
     """The programs that a core runs at once."""
     width = problem.head_dim + problem.head_dim_v
     keys = (tile.num_stages - 1) * tile.block_n * width
     shared = (keys + block_m * (problem.head_dim + tile.block_n)) * problem.dtype.itemsize
-    return max(1, min(SHARED_BYTES // shared, WARPS // tile.num_warps))
+    return max(1, min(SHARED_BYTES // (shared + 1024), WARPS // tile.num_warps))
 
 
 def merge_time(problem: Problem, block_m: int, tile: TimedTile, splits: int) -> float:

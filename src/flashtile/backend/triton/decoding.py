@@ -9,6 +9,7 @@ from ...call.device import Device
 from ...call.problem import Problem, power_of_two
 from ..gpu.decoding import MAX_ROWS, group_of, is_decoding, packed_rows
 from . import decode_times
+from .constants import TRANSPOSED_ROWS
 from .families import MIN_COPY_BYTES, has_most, has_pairs, misaligned, needs_room
 from .tile_config import KernelConfig, TileConfig, WidthConfigs
 
@@ -24,7 +25,8 @@ def tiles(row: WidthConfigs, problem: Problem, device: Device) -> TileConfig:
     if is_short(problem) and has_most(problem.dtype, device) and not needs_room(problem, device):
         warps = 4 if row.width <= 64 else 8
         short = KernelConfig(SHORT, SHORT, warps, 1)
-        return TileConfig(forward._replace(block_n=SHORT, num_stages=1), short, short, pack_gqa=group)
+        forward = forward._replace(block_m=max(16, forward.block_m), block_n=SHORT, num_stages=1)
+        return TileConfig(forward, short, short, pack_gqa=group)
     found = decode_times.fastest(problem, device, forward.block_m) if is_timed(problem, device) else None
     if found is None or found.config == forward:
         return TileConfig(forward, row.dkdv, row.dq, pack_gqa=group)
@@ -50,6 +52,8 @@ def forward_tile(row: WidthConfigs, problem: Problem, device: Device) -> KernelC
     """
     shipped_config, block_n = row.forward, max(16, KEYS_TIMES_WIDTH // row.width)
     block_m = max(16, power_of_two(packed_rows(problem)))
+    if packed_rows(problem) <= TRANSPOSED_ROWS and loads_ahead(problem, device):
+        block_m = TRANSPOSED_ROWS
     if misaligned(problem, device):
         block_m = min(block_m, shipped_config.block_m)
     if not loads_ahead(problem, device):

@@ -21,6 +21,7 @@ from ..scalars import lse_strides, rows_last, strides
 from . import arguments as args
 from . import host_products
 from .called import called_tile
+from .constants import TRANSPOSED_ROWS
 from .formulas import launch
 from .host_append import append_and_rotate
 from .semaphores import new_semaphores
@@ -46,9 +47,9 @@ def launch_forward(recorder: Recorder, plan: Plan, call: Call) -> Results:
     return launch_attention(recorder, plan, call)
 
 
-def launch_attention(recorder: Recorder, plan: Plan, call: Call) -> Results:
+def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bool = False) -> Results:
     """Record the forward pass of a call whose tensors belong to the recorder; returns `out`, `lse` and, with lists of a
-    mask tensor, the states of its blocks.
+    mask tensor, the states of its blocks. `in_order`: each sequence's page has its number.
     """
     call = with_aligned_bias(recorder, with_contiguous_keys(recorder, call), ALIGNED_FROM)
     t = call.tensors
@@ -69,7 +70,7 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call) -> Results:
         layouts = {"partial_out": ((*rows, v.shape[-1]), torch.float32), "partial_lse": (rows, torch.float32)}
         partial_out, partial_lse = recorder.workspace(lse, layouts).values()
         semaphores = recorder.op(partial(new_semaphores, q.device, programs))
-    whole = pack_gqa == 1 and splits == 1
+    whole = pack_gqa == 1 and splits == 1 and config.block_m > TRANSPOSED_ROWS
     sizes = config.block_m, config.block_n
     states = summary(recorder, call, *sizes) if whole else None
     lists, list_strides = block_lists(recorder, call, *sizes, states) if whole else ({}, {})
@@ -85,7 +86,7 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call) -> Results:
             **list_strides,
             **strides("out", out, align),
             **lse_strides(lse),
-            **args.constants(call, config, align, pack_gqa, splits),
+            **args.constants(call, config, align, pack_gqa, splits, in_order),
             "stride_partials_split": None if partial_lse is None else partial_lse.stride(0),
             "num_tiles": tiles,
         },
@@ -162,7 +163,8 @@ def attention_after(call: CacheCall, results: Results) -> Call:
 
 
 def launch_with_cache(recorder: Recorder, plan: Plan, given: CacheCall) -> Results:
-    return launch_attention(recorder, plan, launch_before_attention(recorder, given))
+    in_order = given.cache.page_table is None and given.cache.cache_batch_idx is None
+    return launch_attention(recorder, plan, launch_before_attention(recorder, given), in_order=in_order)
 
 
 def launch_before_attention(recorder: Recorder, given: CacheCall) -> Call:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from . import combine, scores, softmax
+from . import combine, few_rows, scores, softmax
 from .kernel import Pointer, Scalar, kernel
 from .keys import load_k, load_pages, load_v, tile_in_pages
 from .masking import (
@@ -19,6 +19,7 @@ from .masking import (
     first_visit,
     key_blocks,
     key_bounds,
+    mask_edges,
     mask_fill,
     nth_visit,
     num_visits,
@@ -58,6 +59,7 @@ def forward_kernel(
     split, program = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
     # With packed heads, tiles count key heads: no division by the group size.
     heads = lengths.num_heads_k if PACK_GQA > 1 else lengths.num_heads_q
+    TRANSPOSED: tl.constexpr = CONFIG.TRANSPOSED
     decodes: tl.constexpr = lengths.page_table.data is not None
     work = query_tile(lengths, program, heads, PACK_GQA, BLOCK_M, CONFIG.BLOCK_B, SHORT=decodes)
     if work.start < work.seqlen * PACK_GQA:
@@ -65,29 +67,32 @@ def forward_kernel(
         position, head = row // PACK_GQA, work.head * PACK_GQA + row % PACK_GQA  # [M]
         exists = position < work.seqlen
         head_k = work.head
-        if PACK_GQA == 1 and (not decodes or lengths.num_heads_q != lengths.num_heads_k):
+        if PACK_GQA == 1 and not TRANSPOSED and (not decodes or lengths.num_heads_q != lengths.num_heads_k):
             head_k = work.head // (lengths.num_heads_q // lengths.num_heads_k)
         b = batch_index(params, work)
         token = work.offset + position
         q_rows = head_pointer(q, b, head, ALIGN) + token * elements(q.stride_m, ALIGN)
         q_i = load_rows(q_rows[:, None], exists, D)  # [M, D]
-        kv, info = prologue(k, v, params, work.sequence, b, work.seqlen, head[:, None], head_k, CONFIG)
+        head_rows = head[None, :] if TRANSPOSED else head[:, None]
+        kv, info = prologue(k, v, params, work.sequence, b, work.seqlen, head_rows, head_k, CONFIG)
 
         last = tl.minimum((work.start + BLOCK_M - 1) // PACK_GQA, work.seqlen - 1)
         blocks = key_blocks(params, work.start // PACK_GQA, last, info.shift, kv.seqlen, CONFIG.BLOCK_N)
         if SPLITS > 1:
             blocks = split_of(blocks, split, SPLITS, CONFIG.BLOCK_N)
         listed = block_list(params, b, work.head, work.start // BLOCK_M)
-        rows = position[:, None]
+        rows = position[None, :] if TRANSPOSED else position[:, None]
         bounds = key_bounds(params, rows, info.shift, kv.seqlen)
         with_sink = (split == 0) & (work.sequence < lengths.batch)
-        acc = zeros(BLOCK_M, DV, COMPENSATED)
+        acc = few_rows.zeros(BLOCK_M, DV) if TRANSPOSED else zeros(BLOCK_M, DV, COMPENSATED)
         state = softmax.init(params.scores.sinks, head, with_sink, info.factor, acc, BLOCK_M, COMPENSATED)
-        if PACK_GQA > 1 or (SPLITS > 1 and BLOCK_M < 64):
-            # Few blocks, and loading them is all the work: one loop waits for its first block once.
+        # Few blocks, and loading them is all the work: one loop waits for its first block once.
+        if TRANSPOSED:
+            state = few_rows.inner_loop(state, blocks, q_i, rows, kv, params, info, bounds, CONFIG)
+        elif PACK_GQA > 1 or (SPLITS > 1 and BLOCK_M < 64):
             IN_RANGE: tl.constexpr = CONFIG.PAGE_SIZE == 0
             state = inner_loop(
-                state, all_masked(blocks), listed, q_i, rows, kv, params, info, bounds, True, IN_RANGE, CONFIG
+                state, all_masked(blocks), listed, q_i, rows, kv, params, info, bounds, True, IN_RANGE, CONFIG, blocks
             )
         else:
             # Bounds hold which keys exist. With upper bounds only, ptxas compares while it waits for scores, into bits,
@@ -110,7 +115,7 @@ def forward_kernel(
             weight *= params.dropout.keep_scale
         lse_row = b * elements(lse.stride_b, 1) + head * elements(lse.stride_h, 1) + token  # [M]
         out_rows = head_pointer(out, b, head, ALIGN) + token * elements(out.stride_m, ALIGN)
-        out_i = scaled(state.acc, weight[:, None], DV)
+        out_i = scaled(few_rows.transposed(state.acc, DV) if TRANSPOSED else state.acc, weight[:, None], DV)
         if SPLITS == 1:
             store_rows(out_rows[:, None], out_i, exists, DV)
             tl.store(lse.data + lse_row, row_lse, mask=exists)
@@ -136,8 +141,11 @@ def inner_loop(
     MASKED: tl.constexpr,
     BOUNDED: tl.constexpr,
     CONFIG: tl.constexpr,
+    edges=None,
 ):
-    """Update the rows' state with the blocks that need masks, or with those that do not."""
+    """Update the rows' state with the blocks that need masks, or with those that do not; with `edges`, with all blocks,
+    which are given as masked ones.
+    """
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     D: tl.constexpr = CONFIG.HEAD_DIM
     DV: tl.constexpr = CONFIG.HEAD_DIM_V
@@ -157,7 +165,10 @@ def inner_loop(
         keys_exist = None if exists is None else exists[None, :]
         qk = inner_products(q_i, k_j, D, CONFIG)
         s = scores.forward(qk, params, info, rows, keys, keys_exist, CONFIG.COMPENSATED)  # [M, N]
-        t = mask_fill(s.t, -INFINITY, bounds, params, info, rows, keys, keys_exist, MASKED, BOUNDED)
+        if edges is None:
+            t = mask_fill(s.t, -INFINITY, bounds, params, info, rows, keys, keys_exist, MASKED, BOUNDED)
+        else:
+            t = mask_edges(s.t, -INFINITY, bounds, edges, start_n, params, info, rows, keys, keys_exist, BOUNDED)
         m, alpha, p = softmax.update(state, t, info.factor, CONFIG.COMPENSATED)
         l = softmax.add_row_sums(state, alpha, p, CONFIG.COMPENSATED)  # noqa: E741
         if params.dropout.threshold is not None:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .rows import HeadRows, elements, load_rows, row_pointers
+from .rows import HeadRows, elements, load_columns, load_rows, row_pointers
 from .sequences import SeqlenInfo
 
 
@@ -49,18 +49,19 @@ def key_value_head(k, v, lengths, b, head, seqlen, CONFIG: tl.constexpr):
         page = b
         if lengths.page_table.data is not None:
             table = lengths.page_table.data + b * elements(lengths.page_table.stride_b, 1)
-            page, seqlen = only_page(table, lengths, seqlen, b)
+            page, seqlen = only_page(table, lengths, seqlen, b, CONFIG)
         k_rows = HeadRows(k_head + page * stride_k_b + seqlen.offset * stride_k_n, stride_k_n)
         v_rows = HeadRows(v_head + page * stride_v_b + seqlen.offset * stride_v_n, stride_v_n)
         return KeyValueHead(k_rows, v_rows, seqlen, 0, 0, 0, 0)
 
 
 @triton.jit
-def only_page(table, lengths, seqlen, b):
+def only_page(table, lengths, seqlen, b, CONFIG: tl.constexpr):
     """The page of a sequence whose page table has one column, as that of a dense cache, and the keys there: none if the
-    entry is outside the pages. The table is read without waiting for the lengths.
+    entry is outside the pages. The table is read without waiting for the lengths, unless its entries are in order.
     """
-    page = tl.load(table, mask=(b < lengths.batch) & (lengths.total_k > 0), other=-1)
+    own = (b < lengths.batch) & (lengths.total_k > 0)
+    page = b if CONFIG.IN_ORDER else tl.load(table, mask=own, other=-1)
     exists = (page >= 0) & (page < lengths.num_pages)
     end = tl.where(exists, seqlen.end, 0)
     return tl.where(exists, page, 0).to(tl.int64), SeqlenInfo(seqlen.offset, seqlen.seqlen, seqlen.begin, end)
@@ -139,16 +140,18 @@ def tile_in_pages(kv, start, page, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def key_pointers(x, page_stride, tile, CONFIG: tl.constexpr):
-    """Pointers `[N, 1]` to a block of rows of k or v. Those of pages that do not exist are arbitrary."""
+def key_pointers(x, page_stride, tile, CONFIG: tl.constexpr, AXIS: tl.constexpr = 1):
+    """Pointers `[N, 1]`, or `[1, N]` for AXIS 0, to a block of rows of k or v. Those of pages that do not exist are
+    arbitrary.
+    """
     if CONFIG.PAGE_SIZE == 0:
-        return row_pointers(x, tile.start, CONFIG.BLOCK_N)
+        return row_pointers(x, tile.start, CONFIG.BLOCK_N, AXIS)
     else:
         page = tile.page.to(tl.uint32, bitcast=True).to(tl.int64) * page_stride.to(tl.int64)
         if CONFIG.PAGE_SIZE % CONFIG.BLOCK_N == 0:
-            return row_pointers(HeadRows(x.data + page * CONFIG.ALIGN, x.stride), tile.slot, CONFIG.BLOCK_N)
+            return row_pointers(HeadRows(x.data + page * CONFIG.ALIGN, x.stride), tile.slot, CONFIG.BLOCK_N, AXIS)
         else:
-            return ((x.data + tile.slot * x.stride) + of_keys(page, CONFIG) * CONFIG.ALIGN)[:, None]
+            return tl.expand_dims((x.data + tile.slot * x.stride) + of_keys(page, CONFIG) * CONFIG.ALIGN, AXIS)
 
 
 @triton.jit
@@ -161,3 +164,9 @@ def load_k(kv, tile, exists, CONFIG: tl.constexpr):
 def load_v(kv, tile, exists, CONFIG: tl.constexpr):
     DV: tl.constexpr = CONFIG.HEAD_DIM_V
     return load_rows(key_pointers(kv.v, kv.page_stride_v, tile, CONFIG), exists, DV)  # [N, Dv]
+
+
+@triton.jit
+def load_v_columns(kv, tile, exists, CONFIG: tl.constexpr):
+    DV: tl.constexpr = CONFIG.HEAD_DIM_V
+    return load_columns(key_pointers(kv.v, kv.page_stride_v, tile, CONFIG, AXIS=0), exists, DV)  # [Dv, N]

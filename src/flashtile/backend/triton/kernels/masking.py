@@ -218,6 +218,17 @@ def visible_keys(bounds, keys, exists, RANGE: tl.constexpr):
 
 
 @triton.jit
+def mask_edges(t, value, bounds, blocks, start, params, info, rows, keys, exists, RANGE: tl.constexpr):
+    """As `mask_fill` in a loop over all blocks, at keys from `start` on: without masks where all pairs are visible."""
+    if RANGE and params.scores.mask.data is None and params.scores.mask_mod is None:
+        if (start < blocks.full_lo) | (start >= blocks.full_hi):
+            t = mask_fill(t, value, bounds, params, info, rows, keys, exists, True, RANGE)
+        return t
+    else:
+        return mask_fill(t, value, bounds, params, info, rows, keys, exists, True, RANGE)
+
+
+@triton.jit
 def mask_fill(t, value, bounds, params, info, rows, keys, exists, MASKED: tl.constexpr, RANGE: tl.constexpr):
     """`t [M, N]` where a pair is visible, else `value`. `exists [1, N]` is `None` where every key does."""
     visible = visible_keys(bounds, keys, exists, RANGE) if MASKED else exists

@@ -58,9 +58,11 @@ def head_pointer(x, b, head, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def row_pointers(x, first, N: tl.constexpr):
-    """Pointers `[N, 1]` to the rows from position `first` on: a scalar that moves and offsets that do not."""
-    return (x.data + first * x.stride) + tl.arange(0, N)[:, None] * x.stride
+def row_pointers(x, first, N: tl.constexpr, AXIS: tl.constexpr = 1):
+    """Pointers `[N, 1]`, or `[1, N]` for AXIS 0, to the rows from position `first` on: a scalar that moves and offsets
+    that do not.
+    """
+    return (x.data + first * x.stride) + tl.expand_dims(tl.arange(0, N), AXIS) * x.stride
 
 
 @triton.jit
@@ -96,6 +98,23 @@ def load_rows(pointers, exists, D: tl.constexpr):
             load_chunk(pointers, exists, 0, D.CHUNK_0, D.WIDTH),
             load_chunk(pointers, exists, D.CHUNK_0, D.CHUNK_1, D.WIDTH),
         )
+
+
+@triton.jit
+def load_columns(pointers, exists, D: tl.constexpr):
+    """Load rows as columns `[D, N]`, from pointers `[1, N]`; as `load_rows`."""
+    a = load_column_chunk(pointers, exists, 0, D.CHUNK_0, D.WIDTH)
+    if D.CHUNK_1 == 0:
+        return Chunks(a, 0.0)
+    else:
+        return Chunks(a, load_column_chunk(pointers, exists, D.CHUNK_0, D.CHUNK_1, D.WIDTH))
+
+
+@triton.jit
+def load_column_chunk(pointers, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
+    d = FIRST + tl.arange(0, WIDTH)[:, None]
+    mask = exists[None, :] & (d < D) if FIRST + WIDTH > D else exists[None, :]
+    return tl.load(pointers + d, mask=mask, other=0.0)
 
 
 @triton.jit

@@ -48,17 +48,18 @@ def init(sinks, heads, with_sink, factor, acc, M: tl.constexpr, COMPENSATED: tl.
 
 
 @triton.jit
-def update(state, t, factor, COMPENSATED: tl.constexpr):
+def update(state, t, factor, COMPENSATED: tl.constexpr, AXIS: tl.constexpr = 1):
     """Online-softmax update for scores `t [M, N]`: the new `m`, the factor `alpha [M]` that rescales old sums, and `p`.
+    AXIS is that of keys.
 
     A GPU's maximum drops NaN, sums do not. The subtrahend is finite, so that `p` of -inf is 0, of +inf is +inf, and NaN
     if all scores are NaN: `l` tells these cases apart.
     """
     unit = row_max_unit(factor, COMPENSATED)
-    top = tl.max(t, 1)
+    top = tl.max(t, AXIS)
     m = tl.maximum(state.m, tl.ceil(top * factor) if COMPENSATED else top)
     shift = tl.minimum(tl.maximum(m * unit, -MAX_FLOAT), MAX_FLOAT)
-    p = tl.exp2(t * factor - shift[:, None])
+    p = tl.exp2(t * factor - tl.expand_dims(shift, AXIS))
     alpha = tl.where(state.m == m, 1.0, tl.exp2(state.m * unit - shift))
     return m, alpha, p
 
