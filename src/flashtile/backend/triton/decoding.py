@@ -14,6 +14,7 @@ from .families import MIN_COPY_BYTES, has_most, has_pairs, misaligned, needs_roo
 from .tile_config import KernelConfig, TileConfig, WidthConfigs
 
 KEYS_TIMES_WIDTH, FEW = 8192, 16  # of a tile that decodes; rows above which products take time too
+MAX_TRANSPOSED = 256  # features with which tiles of 8 rows were measured
 FEW_SPLITS = 4  # up to which two programs of a core share a row
 MIN_SPLIT_KEYS = 64  # of one split of a row
 SHORT = 64  # rows and keys of a sequence that is one small tile
@@ -52,7 +53,7 @@ def forward_tile(row: WidthConfigs, problem: Problem, device: Device) -> KernelC
     """
     shipped_config, block_n = row.forward, max(16, KEYS_TIMES_WIDTH // row.width)
     block_m = max(16, power_of_two(packed_rows(problem)))
-    if packed_rows(problem) <= TRANSPOSED_ROWS and loads_ahead(problem, device):
+    if packed_rows(problem) <= TRANSPOSED_ROWS and row.width <= MAX_TRANSPOSED and loads_ahead(problem, device):
         block_m = TRANSPOSED_ROWS
     if misaligned(problem, device):
         block_m = min(block_m, shipped_config.block_m)
