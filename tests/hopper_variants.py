@@ -151,9 +151,9 @@ PAGED = {
 }
 FLOAT32 = {
     "float32 causal 128": Variant(CAUSAL, FP32, head_dim=128, heads=(4, 2), transposed=True),
-    "float32 window 96": Variant(FEATURES["window"], FP32, head_dim=96),
+    "float32 window 64": Variant(FEATURES["window"], FP32),
     "float32 top left 72": Variant(all_of(FEATURES["top left"], fixed(scale=-0.1)), FP32, head_dim=72, heads=(4, 1)),
-    "packed float32 104/80": Variant(CAUSAL, FP32, layout="used", head_dim=104, head_dim_v=80, heads=(4, 2)),
+    "packed float32 96/80": Variant(CAUSAL, FP32, layout="used", head_dim=96, head_dim_v=80, heads=(4, 2)),
 }
 VARIANTS |= CHUNKED | NARROWER | BIASED | DROPPED | SLOPED | PAGED | FLOAT32
 VARIANTS |= {

@@ -76,7 +76,7 @@ def problem(**changes: object) -> Problem:
     ("changes", "reason"),
     [
         ({"dtype": torch.float64}, "bfloat16, float16 and float32"),
-        ({"dtype": torch.float32}, "above 64"),
+        ({"dtype": torch.float32, "head_dim": 32, "head_dim_v": 32}, "above 32"),
         ({"dtype": torch.float32, "head_dim": 128, "softcap": True}, "features but windows"),
         ({"layout": "paged", "pages": Pages(20, True, True)}, "multiples of 8"),
         ({"layout": "paged", "pages": Pages(16, True, False)}, "rows apart"),
@@ -111,6 +111,11 @@ def test_auto_defers_to_other_backends() -> None:
         float32 = {"dtype": torch.float32, "head_dim": 128, "head_dim_v": 128}
         assert support.defers(problem(**float32), H200) is None
         assert "launches" in str(support.defers(problem(**float32, seqlen_k=64), H200))
+        float32 = {"dtype": torch.float32, "window": Window()}
+        assert support.defers(problem(**float32), H200, qkv) is None
+        assert support.defers(problem(dtype=torch.float32), H200, qkv) is None
+        for changes_of_float32, needs in (({}, None), ({"window": Window(5, 5)}, qkv), ({"layout": "varlen"}, qkv)):
+            assert "smaller tiles" in str(support.defers(problem(**float32 | changes_of_float32), H200, needs))
         narrow = {"head_dim": 32, "head_dim_v": 32, "seqlen_k": 2048}
         assert "32 and 2048 keys" in str(support.defers(problem(**narrow), H200))
         assert support.defers(problem(**narrow | {"seqlen_k": 2049}), H200) is None
@@ -120,10 +125,12 @@ def test_auto_defers_to_other_backends() -> None:
             assert (support.defers(short, H200, needs) is None) == here
             assert reason in str(support.defers(replace(short, batch=8), H200, needs))
         few = {"batch": 16, "num_heads_q": 8, "num_heads_kv": 8, "seqlen_q": 64, "seqlen_k": 4096}
-        for head_dim, needs, here in ((96, qkv, True), (64, qkv, False), (96, None, False)):
+        for head_dim, needs, here in ((96, qkv, True), (64, qkv, False), (96, None, True), (80, None, False)):
             cross = problem(**few | {"head_dim": head_dim, "head_dim_v": head_dim})
             assert (support.defers(cross, H200, needs) is None) == here
         few |= {"head_dim": 96, "head_dim_v": 96}
+        for changes_of_few in ({"batch": 8}, {"batch": 17}, {"seqlen_k": 1000}):
+            assert reason in str(support.defers(problem(**few | changes_of_few), H200))
         for changes_of_few in ({"batch": 1, "seqlen_k": 512}, {"seqlen_k": 64}):  # few blocks of keys, one tile
             assert reason in str(support.defers(problem(**few | changes_of_few), H200, qkv))
         filling = narrow | {"batch": 128, "num_heads_q": 8, "seqlen_q": 256, "seqlen_k": 256}
@@ -238,8 +245,8 @@ def test_configurations_depend_on_the_keys_per_row() -> None:
         (64, (32, 12, 384, 384), False, (192, 128)),
         (64, (128, 12, 197, 197), False, (64, 64)),
         (64, (64, 12, 32, 257), False, (64, 64)),
-        (64, (1, 16, 577, 577), False, (64, 64)),  # a core has two of three programs
-        (64, (1, 25, 577, 577), False, (64, 64)),
+        (64, (1, 16, 577, 577), False, (64, 128)),  # a core has at most two tiles
+        (64, (8, 12, 577, 577), False, (64, 64)),
         (64, (8, 10, 4096, 77), False, (192, 64)),
         (64, (16, 12, 1024, 1024), True, (64, 64)),
         (64, (1, 12, 2048, 2048), True, (128, 128)),  # fewer tiles than programs
@@ -266,7 +273,7 @@ def test_configurations_depend_on_the_keys_per_row() -> None:
 def test_dense_calls_take_the_fastest_tiles(
     head_dim: int, shape: tuple[int, int, int, int], causal: bool, tile: tuple[int, int]
 ) -> None:
-    """Measured on an H100 (docs/journal/2026-11-25-short-rows.md, -programs.md, -requests.md)."""
+    """Measured on an H100 (docs/journal/2026-11-25-short-rows.md, -programs.md, -requests.md, -26-odd-shapes.md)."""
     batch, heads, rows, keys = shape
     q, k = (torch.empty(batch, heads, n, head_dim, dtype=torch.bfloat16, device="meta") for n in (rows, keys))
     call = described_call(q, k, k, None, None, {"causal": causal})

@@ -66,7 +66,9 @@ def test_last_wave() -> None:
     assert wave(24, 34, 3, 67) == LastWave(792, 24, 21, 3, 5)
     assert LastWave(792, 24, 21, 3, 5).rows(128, 4250) == KeyRows(21, 3, 8 * 128)
     assert LastWave(132, 20, 0, 20, 6).rows(128, 100) == KeyRows(0, 20, 100)
-    assert wave(24, 36, 3, 72) is None  # half a wave
+    assert wave(24, 36, 3, 72) is not None  # half a wave
+    assert wave(48, 35, 3, 70) is None  # of which twice as many waves gain half as much
+    assert wave(10, 22, 6, 43) is None  # of so many tiles that their sums take longer
     assert wave(11, 12, 1, 12) is wave(10, 12, 1, 12) is None  # a whole wave, or less
     assert wave(68, 4, 1, 500) is None  # a last wave that begins before the last head
     assert wave(8, 18, 7, 1, 24) is None  # programs share blocks of rows, not heads of a group

@@ -33,11 +33,13 @@ from .key_queue import L2_BYTES, KeyQueue, steps_of_blocks
 from .listed import has_lists
 from .scheduler_args import equal_groups, listed_heads
 from .tables import max_blocks
-from .tile_config import ALIGN, MMA_M, DkdvConfig, FusedBackwardConfig
+from .tile_config import ALIGN, MMA_M, OVERLAPPING, DkdvConfig, FusedBackwardConfig
 
 LISTED_BYTES = 24 * 2**20  # of rows and their dq accumulators in the L2 cache, of more heads than fill the device
 NARROW, LONG, LONG_HEADS = 64, 8192, 4  # up to this width, programs share so many rows and keys of so many heads
 WARPS = 4
+# In `preprocess`, features of a warp: more are loaded one after another, as the compiler saves registers.
+FEATURES, MOST_WARPS = 512, 16
 PREPROCESS = Kernel(f"{__package__}.kernels.preprocess", "preprocess_kernel")
 
 
@@ -66,6 +68,7 @@ class BackwardLaunches:
     def __init__(
         self, recorder: Recorder, config: FusedBackwardConfig | DkdvConfig, call: Call, t: Tensors, dout: Tensor
     ):
+        self.follows_copy = False  # whether `preprocess` needs nothing of the launch before it
         self.recorder, self.config, self.tensors, self.dout = recorder, config, t, dout
         self.call = with_contiguous_keys(recorder, with_distance_table(recorder, call._replace(tensors=t)))
         self.q, self.k, self.v = (recorder.op(rows_last, x) for x in t[:3])
@@ -85,13 +88,14 @@ class BackwardLaunches:
         row_stats = (self.blocks.heads, self.padded_rows), torch.float32
         self.workspace = recorder.workspace(
             self.q,
-            {"neg_lse_log2": row_stats, "neg_delta": row_stats, "tile_count_semaphore": ((1,), torch.int32)}
+            {"neg_lse_log2": row_stats, "neg_delta": row_stats}
+            | dict.fromkeys(("tile_count_semaphore", "tile_count_semaphore_2"), ((1,), torch.int32))
             | self.more_workspace(),
         )
 
     def more_workspace(self) -> dict[str, Layout]:
         """Names and layouts of tensors in the workspace that not both passes have."""
-        raise NotImplementedError
+        return {}
 
     def launch(self, kernel: Any, pointers: Pointers, programs: int, scalars: dict[str, Any]) -> None:
         """Launch a kernel that recomputes scores."""
@@ -119,11 +123,12 @@ class BackwardLaunches:
             "HEAD_DIM": self.config.head_dim_v,
             "ALIGN": ALIGN,
             "BLOCK_M": self.config.block_m,
-            "num_warps": WARPS,
+            "num_warps": min(MOST_WARPS, self.config.block_m * max(self.config.head_dim_v.chunks) // FEATURES),
+            **(OVERLAPPING if self.follows_copy else {}),
         }
         pointers = {
             "out": out, "dout": self.dout, "lse": lse, "dlse": dlse,
-            "cu_seqlens_q": self.cu_seqlens_q, "dq_semaphore": None, "tile_count_semaphore_dq": None,
+            "cu_seqlens_q": self.cu_seqlens_q, "dq_semaphore": None,
             **self.workspace, "dq_accum": dq_accum,
         }  # fmt: skip
         self.recorder.launch(PREPROCESS, pointers, self.blocks.heads * self.blocks.m_blocks, scalars)

@@ -17,7 +17,7 @@ from .descriptors import dense_descriptor, is_tma_aligned, ragged_descriptor, tm
 from .float32_tables import PARTS, PARTS_IF_TF32, SplitRows
 from .scheduler_args import query_group, scheduler_args
 from .semaphores import tile_count_semaphore
-from .tile_config import ALIGN, MMA_M, Float32Forward, HeadDim
+from .tile_config import ALIGN, MMA_M, OVERLAPPING, Float32Forward, HeadDim
 
 FORWARD = Kernel(f"{__package__}.kernels.float32.forward", "float32_forward_kernel")
 SPLIT = Kernel(f"{__package__}.kernels.float32.split_rows", "split_rows_kernel")
@@ -60,6 +60,7 @@ def launch_forward(recorder: Recorder, config: Float32Forward, call: Call) -> Re
         "group": query_group(call._replace(tensors=t)),
         "CONFIG": config,
         "num_warps": 4,
+        **OVERLAPPING,
     }
     programs = min(describe_device(q.device).cores, scheduling["num_tiles"])
     recorder.launch(FORWARD, pointers, programs, scalars)

@@ -15,6 +15,7 @@ class Float32Backward(SplitBackward):
     def __init__(self, recorder: Recorder, config: SplitBackwardConfig, call: Call, t: Tensors, dout: Tensor):
         super().__init__(recorder, config.with_parts(num_parts()), call, t, dout)
         self.parts = split_rows(recorder, (self.q, self.k, self.v, dout), self.config.head_dim)
+        self.follows_copy = True
 
     def inputs(self) -> tuple[Tensor, ...]:
         return self.parts

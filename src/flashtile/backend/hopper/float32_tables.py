@@ -27,6 +27,7 @@ class SplitRows(Constexpr):
     align: int = ALIGN
 
 
+D64 = HeadDim((64,), 64, PARTS)
 D80, D96, D128 = HeadDim((64, 16), 16, PARTS), HeadDim((64, 32), 32, PARTS), HeadDim((128,), 128, PARTS)
 
 
@@ -40,6 +41,7 @@ def configs(head_dim: HeadDim, forward: int, dq: tuple[int, int], dkdv: int) -> 
 
 
 CONFIGS = {  # by width of the kernels: 128 measured on an H100, the others derived from memory and registers
+    64: configs(D64, forward=4, dq=(4, 1), dkdv=2),
     80: configs(D80, forward=4, dq=(3, 2), dkdv=2),
     96: configs(D96, forward=4, dq=(2, 2), dkdv=1),
     128: configs(D128, forward=2, dq=(2, 1), dkdv=1),

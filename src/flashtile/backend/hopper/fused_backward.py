@@ -19,7 +19,7 @@ from .block_lists import has_lists, key_lists, mask_states
 from .descriptors import dq_accum_descriptor
 from .last_wave import KeyRows, LastWave, last_wave
 from .slope_gradient import add_slope_parts, new_zeros, slope_parts_shape
-from .tile_config import ALIGN, COMBINE_ROWS, DQ_COLUMNS, MMA_M, NUM_WARPGROUPS, FusedBackwardConfig
+from .tile_config import ALIGN, COMBINE_ROWS, DQ_COLUMNS, MMA_M, NUM_WARPGROUPS, OVERLAPPING, FusedBackwardConfig
 
 BACKWARD = Kernel(f"{__package__}.kernels.backward.fused", "backward_kernel")
 ADD_SPLITS = Kernel(f"{__package__}.kernels.add_splits", "add_splits_kernel")
@@ -48,7 +48,8 @@ class FusedBackward(BackwardLaunches):
     ):
         splits = head_splits.of_call(call._replace(tensors=t), config, cores_of(t.q))
         super().__init__(recorder, replace(config, head_splits=splits), call, t, dout)
-        self.call = with_aligned_rows(recorder, self.call, self.config, BACKWARD_SHARE)
+        copied = with_aligned_rows(recorder, self.call, self.config, BACKWARD_SHARE)
+        self.call, self.follows_copy = copied, copied is not self.call
         self.mask_states = mask_states(recorder, self.call) if states is None else states
         self.slope_parts: Tensor | None = None
 
@@ -82,6 +83,8 @@ class FusedBackward(BackwardLaunches):
 
     def run(self, out: Tensor, lse: Tensor, dlse: Tensor | None, needs: Needs) -> Results:
         """Launch all kernels; returns dq, dk and dv."""
+        wave = self.last_wave(needs, self.key_kernel_scalars(self.config.bytes_per_row)["l2_swizzle"])
+        sums = self.sums_of_wave(wave) if wave is not None else []
         self.preprocess(out, lse, dlse, self.workspace["dq_accum"] if self.late_dq else None)
         if needs.alibi_slopes:
             shape = slope_parts_shape(self.config.splits * self.blocks.heads, self.blocks.n_blocks)
@@ -112,15 +115,15 @@ class FusedBackward(BackwardLaunches):
             "row_splits": self.config.row_splits if splits and not self.config.adds_dkdv else None,
             "dq_parts": self.config.dq_parts if self.config.dq_parts > 1 and not self.stores_dq else None,
             "CONFIG": replace(config.compiled, late_dq=self.late_dq),
+            **OVERLAPPING,
         }
-        wave = self.last_wave(needs, scalars["l2_swizzle"])
         if wave is not None:
             scalars["num_tiles"] = wave.first_tile
         for chunk_lo, chunk_hi in self.chunks() if chunks else [(None, None)]:
             chunk = {"chunk_lo": chunk_lo, "chunk_hi": chunk_hi}
             self.launch(BACKWARD, pointers, self.programs, scalars | NO_WAVE | chunk)
         if wave is not None:
-            self.launch_last_wave(wave, pointers, scalars | NO_CHUNK, dk, dv)
+            self.launch_last_wave(wave, pointers, scalars | NO_CHUNK, sums, dk, dv)
         if in_fp32:
             dk, dv = (self.add_splits(x, dx, self.key_rows) for x, dx in zip((dk, dv), self.new_dk_dv(), strict=True))
         if not self.stores_dq:
@@ -138,13 +141,17 @@ class FusedBackward(BackwardLaunches):
             return None
         return last_wave(self.heads, self.blocks.n_blocks, l2_swizzle, self.blocks.m_blocks, self.group, self.cores)
 
+    def sums_of_wave(self, wave: LastWave) -> list[Tensor]:
+        """Zeros to which the last wave adds dk and dv."""
+        rows = wave.rows(self.config.block_n, self.seqlen_k)
+        shape = 1, rows.heads, rows.seqlen, self.config.head_dim.width
+        return [self.recorder.op(partial(new_zeros, shape), x) for x in (self.k, self.v)]
+
     def launch_last_wave(
-        self, wave: LastWave, pointers: Pointers, scalars: dict[str, Any], dk: Tensor, dv: Tensor
+        self, wave: LastWave, pointers: Pointers, scalars: dict[str, Any], sums: list[Tensor], dk: Tensor, dv: Tensor
     ) -> None:
         """Launch the last wave, whose programs add to dk and dv in fp32, and the conversion of these."""
         rows = wave.rows(self.config.block_n, self.seqlen_k)
-        shape = 1, rows.heads, rows.seqlen, self.config.head_dim.width
-        sums = [self.recorder.op(partial(new_zeros, shape), x) for x in (self.k, self.v)]
         box = MMA_M, min(self.config.head_dim.box, DQ_COLUMNS)
         descs = {
             f"{name}_desc": Described(x, self.make_descriptor, box) for name, x in zip(("dk", "dv"), sums, strict=True)
@@ -156,7 +163,8 @@ class FusedBackward(BackwardLaunches):
             "first_head": wave.first_head,
         }
         programs = min(self.cores, wave.num_tiles * wave.splits)
-        self.launch(BACKWARD, {**pointers, **descs}, programs, scalars | of_wave)
+        semaphore = {"tile_count_semaphore": self.workspace["tile_count_semaphore_2"]}
+        self.launch(BACKWARD, {**pointers, **descs, **semaphore}, programs, scalars | of_wave)
         for x, dx in zip(sums, (dk, dv), strict=True):
             self.add_splits(x, dx, rows)
 
@@ -212,6 +220,7 @@ class FusedBackward(BackwardLaunches):
             "ALIGN": ALIGN,
             "BLOCK_N": COMBINE_ROWS,
             "num_warps": WARPS,
+            **OVERLAPPING,
         }
         self.recorder.launch(ADD_SPLITS, {"splits": splits, "dx": dx}, num_tiles * rows.heads, scalars)
         return dx
@@ -230,6 +239,7 @@ class FusedBackward(BackwardLaunches):
             "DQ_BOX": self.config.dq_box,
             "DQ_SHARE": self.config.dq_shares[0].width,
             "num_warps": WARPS,
+            **OVERLAPPING,
         }
         pointers = {
             "dq_accum": self.workspace["dq_accum"],

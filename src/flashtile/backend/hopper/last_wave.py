@@ -9,7 +9,8 @@ from typing import NamedTuple
 from .queue_time import ENDS
 
 LAUNCHES = 6.0  # time of the launches around the wave, in blocks of rows
-GAIN = 0.95  # of the time, for which dk and dv in fp32 and their conversion are worth their memory
+SUMS = 0.055  # of zeros, sums and conversion for each tile: 20 bytes of each element of dk and dv (`key_queue`)
+GAIN = 0.97  # of the time, for which dk and dv in fp32 and their conversion are worth their memory
 MAX_SPLITS = 16
 
 
@@ -54,6 +55,6 @@ def last_wave(
 
     splits = min(range(2, min(MAX_SPLITS, m_blocks) + 1), key=time, default=1)
     whole = m_blocks * group + ENDS
-    if waves * whole + LAUNCHES + time(splits) > GAIN * (waves + 1) * whole:
+    if waves * whole + LAUNCHES + SUMS * num_tiles + time(splits) > GAIN * (waves + 1) * whole:
         return None
     return LastWave(heads * n_blocks - num_tiles, num_tiles, heads - last_heads, last_heads, splits)

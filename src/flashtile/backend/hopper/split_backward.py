@@ -9,12 +9,11 @@ from torch import Tensor
 
 from ...call.call import Call, Needs, Tensors
 from ..gpu.kernel import Kernel
-from ..gpu.pointers import Layout
 from ..gpu.replay import Recorder, Results
 from ..scalars import strides
 from .backward_launches import BackwardLaunches
 from .scheduler_args import scheduler_args
-from .tile_config import ALIGN, MMA_M, SplitBackwardConfig
+from .tile_config import ALIGN, MMA_M, OVERLAPPING, SplitBackwardConfig
 
 DKDV = Kernel(f"{__package__}.kernels.dkdv.dkdv", "dkdv_kernel")
 DQ = Kernel(f"{__package__}.kernels.dq.dq", "dq_kernel")
@@ -26,9 +25,6 @@ class SplitBackward(BackwardLaunches):
     def __init__(self, recorder: Recorder, config: SplitBackwardConfig, call: Call, t: Tensors, dout: Tensor):
         super().__init__(recorder, config.dkdv, call, t, dout)
         self.dq_config = config.dq
-
-    def more_workspace(self) -> dict[str, Layout]:
-        return {"tile_count_semaphore_dq": ((1,), torch.int32)}
 
     def run(self, out: Tensor, lse: Tensor, dlse: Tensor | None, needs: Needs) -> Results:
         """Launch the kernels whose gradients are needed; returns dq, dk and dv."""
@@ -50,9 +46,10 @@ class SplitBackward(BackwardLaunches):
             "num_heads": self.q.shape[1],
             "columns": self.config.head_dim.columns_of(self.q),
             "CONFIG": self.dq_config,
+            **OVERLAPPING,
         }
         row_stats = {name: self.workspace[name] for name in ("neg_lse_log2", "neg_delta")}
-        semaphore = {"tile_count_semaphore": self.workspace["tile_count_semaphore_dq"]}
+        semaphore = {"tile_count_semaphore": self.workspace["tile_count_semaphore_2"]}
         pointers = {**self.input_pointers(MMA_M, self.dq_config.block_n), **row_stats, **semaphore, "dq": dq}
         self.launch(DQ, pointers, min(self.cores, scheduling["num_tiles"]), scalars)
         return dq
@@ -70,7 +67,7 @@ class SplitBackward(BackwardLaunches):
             "columns": self.config.head_dim.columns_of(self.k),
             "columns_v": self.config.head_dim_v.columns_of(self.v),
             "CONFIG": self.config.compiled,
-            **({"launch_pdl": True} if dependent else {}),
+            **(OVERLAPPING if dependent else {}),
         }
         pointers = {**self.input_pointers(self.config.block_m), **self.row_stats_pointers(), "dk": dk, "dv": dv}
         self.launch(DKDV, pointers, self.programs, scalars)

@@ -10,6 +10,7 @@ from ...call.call import NO_FEATURES, Call, Needs
 from ...call.device import Device
 from ...call.plan import Plan
 from ...call.problem import OCTET, Problem, too_long
+from ...call.window import Window
 from ...expression import Formula
 from ..gpu.decoding import is_decoding
 from ..gpu.formula import unsupported as unsupported_tensor
@@ -27,11 +28,13 @@ PAGE_STEP = 8  # keys: rows that shared memory swizzles together
 # Head dimension up to which Triton's kernels are faster, and up to which they are in small calls without a mask tensor,
 # which they read more slowly in backward (docs/journal/2026-11-24-masks.md, 2026-11-25-short-rows.md).
 NARROWEST, NARROW = 16, 32
-NARROWEST_FLOAT32 = 64  # up to here, Triton's kernels
+NARROWEST_FLOAT32, NARROW_FLOAT32 = 32, 64  # up to here, Triton's kernels; and in other calls than plain backward ones
 SHORT_FLOAT32 = 64  # rows or keys up to which splitting rows is not worth a launch (counted, not measured)
 SHORT, SHORT_BIASED = 256, 128  # rows; with a bias, which TMA loads here, rows or keys
 SHORT_BIASED_BACKWARD = 64  # the same in backward, where few heads are faster here as well
 MIN_ROWS, MOST_KEYS, MIN_HEADS = 32, 512, 5  # of calls of up to 64 rows that run here; heads for each core
+# The same in forward above 80 features, of one wave of heads: part of the cores that they fill, and least keys.
+ONE_WAVE, MANY_KEYS = 0.9, 4000
 # Above 64 features: pairs of a head up to which Triton's kernels have a tile for all, and keys of a tile here, of which
 # backward needs one for each core (docs/journal/2026-11-26-backward-queues.md).
 MOST_PAIRS, TILE_KEYS = 64 * 64, 128
@@ -186,6 +189,8 @@ def defers(problem: Problem, device: Device, needs: Needs | None = None) -> str 
         return f"up to head dimension {NARROWEST}, narrower kernels are faster"
     if head_dim <= NARROW and problem.features.mask is None and wants_smaller_tiles(problem, device, needs):
         return f"up to head dimension {NARROW} and {FEW_KEYS} keys, smaller tiles are faster"
+    if problem.dtype is torch.float32 and head_dim <= NARROW_FLOAT32 and not narrow_float32(problem, needs):
+        return f"in float32 up to head dimension {NARROW_FLOAT32}, smaller tiles are faster or were not compared"
     if problem.dtype is torch.float32 and min(problem.seqlen_q, problem.seqlen_k) <= SHORT_FLOAT32:
         return f"in float32 with up to {SHORT_FLOAT32} rows or keys, kernels that split no rows take fewer launches"
     if is_decoding(problem) and not fills_device(problem, device, needs):
@@ -226,8 +231,16 @@ def fills_device(problem: Problem, device: Device, needs: Needs | None) -> bool:
         several = p.seqlen_q * p.seqlen_k > MOST_PAIRS and heads * -(-p.seqlen_k // TILE_KEYS) >= device.cores
         single = widths(p) == FUSED[-1] and heads >= device.cores and max(rows, p.seqlen_k) > MIN_ROWS
         return single or (wide and several)
+    one_wave = ONE_WAVE * device.cores <= heads <= device.cores and p.seqlen_k >= MANY_KEYS
+    if rows >= MIN_ROWS and one_wave and widths(p) in FUSED[3:]:
+        return True
     measured = widths(p) in (*ONE_BOX, FUSED[-1])
     return measured and rows >= MIN_ROWS and p.seqlen_k <= MOST_KEYS and heads >= MIN_HEADS * device.cores
+
+
+def narrow_float32(problem: Problem, needs: Needs | None) -> bool:
+    """Whether a float32 call of few features is faster here: backward of dense calls, causal ones too."""
+    return needs is not None and problem.layout == "dense" and problem.window in (Window(), Window(right=0))
 
 
 def is_faster_whole(problem: Problem, device: Device, needs: Needs) -> bool:
@@ -235,7 +248,7 @@ def is_faster_whole(problem: Problem, device: Device, needs: Needs) -> bool:
     p = problem
     modified = p.softcap or p.dropout or p.score_mod or p.mask_mod or p.features != NO_FEATURES
     plain = p.layout == "dense" and not modified and p.window.unlimited and p.num_heads_q == p.num_heads_kv
-    plain = plain and needs.q and needs.k and needs.v
+    plain = plain and needs.q and needs.k and needs.v and p.dtype is not torch.float32
     keys = p.counts.keys
     if not plain or widths(p) != ONE_BOX[-1] or p.seqlen_q not in WHOLE or p.seqlen_k not in WHOLE:
         return False

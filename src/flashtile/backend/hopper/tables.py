@@ -15,6 +15,7 @@ from ...expression.scaling import is_head_factor
 from ..gpu.archive import compiler_version
 from .listed import expects_lists, is_padded
 from .tile_config import (
+    MMA_M,
     DkdvConfig,
     DqConfig,
     ForwardConfig,
@@ -66,6 +67,9 @@ ONE_WARPGROUP = {
     (64, 64): ForwardConfig(D64, D64, 64, 64, 1, 3, speculative_exps=0, programs_per_core=3),
     (128, 128): ForwardConfig(D128, D128, 64, 64, 1, 2, speculative_exps=0, programs_per_core=2),
 }
+# Of so few tiles that all run at once: two programs of a core, and half as many steps, of which each waits for keys.
+FEW_1WG = replace(ONE_WARPGROUP[64, 64], block_n=128, stages=2, programs_per_core=2)
+FEW_1WG_KEYS = 512  # from which they were measured (docs/journal/2026-11-26-odd-shapes.md)
 # Three warpgroups with 64 keys, of which short calls waste fewer.
 SHORT_3WG = {
     (64, 64): replace(THREE_WARPGROUPS[64, 64], block_n=64),
@@ -101,9 +105,11 @@ FUSED_BACKWARD = {
 }
 
 
-# Blocks of 64 rows leave registers for late dq and for the keys: from 512 rows and keys on up to 10% faster.
+# Blocks of 64 rows leave registers for late dq and for the keys: up to 20% faster.
 LATE_64 = FusedBackwardConfig(D64, 64, 3, 240, 24, early_half_exps=True, late_dq=True, keys_in_registers=True)
-LATE_64_LENGTH, LATE_64_RATIO = 512, 4
+LATE_64_LENGTH, LATE_64_RATIO = 256, 4
+# Sums of dq for which the L2 cache has room. Of more, those of two blocks of keys are a large part of a call.
+LATE_64_KEYS, LATE_64_BYTES = 256, 16 * 2**20
 
 
 class BiasStages(NamedTuple):
@@ -142,12 +148,21 @@ def tile_config(problem: Problem, device: Device) -> TileConfig:
     warpgroups = warpgroups_with_room(problem, device, width)
     if problem.layout == "dense" and width in TIMED and not is_masked(problem):
         forward = fastest(problem, device, [x for x in TIMED[width] if x.config.num_warpgroups in warpgroups])
+        forward = FEW_1WG if forward == ONE_WARPGROUP[64, 64] and has_few_tiles(problem, device) else forward
     elif 1 in warpgroups and width in ONE_BOX and problem.pages is None and keys_per_row(problem) < KEYS_1WG:
         forward = ONE_WARPGROUP[width]
     else:
         three = 3 in warpgroups and width in THREE_WARPGROUPS and keys_per_row(problem) >= min_keys_3wg(problem)
         forward = (THREE_WARPGROUPS if three else TWO_WARPGROUPS)[width]
     return TileConfig(with_pages(forward, problem), backward_config(problem, device, width))
+
+
+def has_few_tiles(problem: Problem, device: Device) -> bool:
+    """Whether each core has at most two tiles of a warpgroup's rows, in plain calls."""
+    (batch, rows, keys), features = problem.counts, problem.features != NO_FEATURES
+    plain = not (features or problem.dropout or problem.score_mod) and problem.window.unlimited
+    tiles = batch * problem.num_heads_q * -(-rows // MMA_M)
+    return plain and keys > FEW_1WG_KEYS and tiles <= FEW_1WG.programs_per_core * device.cores
 
 
 def forward_config(width: tuple[int, int], num_warpgroups: int) -> ForwardConfig:
@@ -227,12 +242,13 @@ def may_add_late(problem: Problem, device: Device, width: tuple[int, int]) -> bo
     """Whether warpgroups may add dq themselves, one step late, if the call is long: in plain calls at widths whose
     products leave registers, at 128 few. At 64 features, whether they do.
     """
-    _, rows, keys = problem.counts
+    batch, rows, keys = problem.counts
     plain = problem.features == NO_FEATURES and not (problem.softcap or problem.dropout or problem.score_mod)
     few_registers = width == (128, 128) and (compiler_version(device.arch) or NEWEST_LATE_DQ) > NEWEST_LATE_DQ
     fits = width != ONE_BOX[0] and problem.window in (UNLIMITED, Window(right=0)) and not few_registers
     if width == (64, 64):  # measured there; of few rows, many programs would add to the same sums
         fits = fits and min(rows, keys) >= LATE_64_LENGTH and max(rows, keys) <= LATE_64_RATIO * min(rows, keys)
+        fits = fits and (keys > LATE_64_KEYS or batch * problem.num_heads_q * rows * 64 * 4 <= LATE_64_BYTES)
     return problem.layout == "dense" and plain and not is_masked(problem) and fits
 
 

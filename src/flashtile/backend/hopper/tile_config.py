@@ -13,6 +13,8 @@ ALIGN = 8  # elements; divides the strides of rows
 RAGGED_EXTENT = 2**30  # of the rows' dimension in ragged descriptors
 COMBINE_ROWS = 16  # of a program that adds up the results of splits
 REGISTERS = 2**16  # of a core
+# Launch option of kernels that begin while the one before them still runs (`kernels.shared.dependent`).
+OVERLAPPING: dict[str, Any] = {"launch_pdl": True}
 PAGE_COLUMNS = 64  # most columns of a box in pages: those of a panel of shared memory
 
 

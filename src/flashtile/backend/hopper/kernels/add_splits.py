@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from .shared.compat import triton_kernel
+from .shared.dependent import launch_dependents, wait_prerequisites
 from .shared.padded_rows import feature_mask, stride64
 
 
@@ -15,6 +16,8 @@ def add_splits_kernel(
     """`dx [B, H, S, D]` from `splits [num_splits * B, H, S, D]`, added in their order. With a `first_head`, some rows
     of some heads.
     """
+    wait_prerequisites()
+    launch_dependents()
     block, flat_head = tl.program_id(0) % num_tiles, (tl.program_id(0) // num_tiles).to(tl.int64)
     total_heads = (tl.num_programs(0) // num_tiles).to(tl.int64)
     row = block * BLOCK_N + tl.arange(0, BLOCK_N)

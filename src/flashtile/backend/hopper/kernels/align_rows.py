@@ -3,6 +3,7 @@
 import triton.language as tl
 
 from .shared.compat import triton_kernel
+from .shared.dependent import launch_dependents
 from .shared.padded_rows import stride64
 
 
@@ -15,6 +16,7 @@ def align_rows_kernel(
     bytes of a row as divide all addresses of `x`. Stores of 16 bytes would leave each thread loads far from its
     neighbors' ones.
     """
+    launch_dependents()
     key_tile, program = tl.program_id(0) % key_tiles, tl.program_id(0) // key_tiles
     row_tile, flat_head = program % row_tiles, (program // row_tiles).to(tl.int64)
     row = (row_tile * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from .. import tile_config
 from .shared.compat import triton_kernel
+from .shared.dependent import wait_prerequisites
 from .shared.padded_rows import block_rows, feature_mask, stride64
 
 NUM_WARPGROUPS = tl.constexpr(tile_config.NUM_WARPGROUPS)  # of a block of rows, each with a dq semaphore
@@ -20,6 +21,7 @@ def postprocess_kernel(
     block, flat_head = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
     b, head = (flat_head // num_heads).to(tl.int64), flat_head % num_heads
     row, exists = block_rows(block, cu_seqlens_q, batch, seqlen_q, BLOCK_M)
+    wait_prerequisites()
     program, stride_part = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     for c in tl.static_range(len(HEAD_DIM.chunks)):
         feature = HEAD_DIM.offsets[c] + tl.arange(0, HEAD_DIM.chunks[c])[None, :]

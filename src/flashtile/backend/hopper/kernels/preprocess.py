@@ -4,6 +4,7 @@ import triton.language as tl
 
 from .. import tile_config
 from .shared.compat import triton_kernel
+from .shared.dependent import launch_dependents, wait_prerequisites
 from .shared.padded_rows import block_rows, feature_mask, stride64
 from .shared.softmax import INFINITY, LOG2E
 
@@ -14,7 +15,7 @@ COLUMNS = tl.constexpr(16)  # of the sums of dq that one store clears
 @triton_kernel
 def preprocess_kernel(
     out, dout, lse, dlse, neg_lse_log2, neg_delta, dq_accum, dq_semaphore, tile_count_semaphore,
-    tile_count_semaphore_dq, cu_seqlens_q,
+    tile_count_semaphore_2, cu_seqlens_q,
     stride_out_b, stride_out_h, stride_out_m, stride_dout_b, stride_dout_h, stride_dout_m,
     stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h, stride_dlse_m,
     num_tiles, num_heads, seqlen_q, batch, columns, dq_parts,
@@ -24,6 +25,7 @@ def preprocess_kernel(
 
     Padding and rows without visible keys get -inf, which makes their probabilities 0, and a delta of 0.
     """
+    launch_dependents()
     block, flat_head = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
     b, head = (flat_head // num_heads).to(tl.int64), flat_head % num_heads
     row, exists = block_rows(block, cu_seqlens_q, batch, seqlen_q, BLOCK_M)
@@ -47,8 +49,8 @@ def preprocess_kernel(
     tl.store(neg_delta + offset, tl.where(no_keys, 0.0, neg_delta_i))
     if tl.program_id(0) == 0:
         tl.store(tile_count_semaphore, 0)
-        if tile_count_semaphore_dq is not None:
-            tl.store(tile_count_semaphore_dq, 0)
+        if tile_count_semaphore_2 is not None:
+            tl.store(tile_count_semaphore_2, 0)
     if dq_accum is not None:
         WIDTH: tl.constexpr = HEAD_DIM.width
         first = dq_accum + tl.program_id(0).to(tl.int64) * (BLOCK_M * WIDTH)
@@ -59,3 +61,4 @@ def preprocess_kernel(
         for part in range(dq_parts):
             semaphore = dq_semaphore + (part * tl.num_programs(0) + tl.program_id(0)) * NUM_WARPGROUPS
             tl.store(semaphore + tl.arange(0, NUM_WARPGROUPS), 0)
+    wait_prerequisites()

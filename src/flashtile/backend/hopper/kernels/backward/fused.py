@@ -45,7 +45,7 @@ from ..shared.pipeline import (
     stage_chunks,
     stage_of,
 )
-from ..shared.ptx import barrier_arrive, opaque
+from ..shared.ptx import barrier_arrive, launch_dependents, opaque, wait_prerequisites
 from ..shared.scores import ScoreParams
 from ..shared.tile_scheduler import SeqlenInfo, TileQueue, make_tile_queue
 from .dq_share import DS_BARRIER, DS_STAGES, compute_dq_alone, start_dq, store_dq
@@ -145,6 +145,9 @@ def backward_kernel(
     ds = gl.allocate_shared_memory(q_desc.dtype, [DS_ROWS, MMA_M, CONFIG.block_m], ds_layout)
     queue = make_tile_queue((1 if CONFIG.late_dq else 2) * NUM_WARPGROUPS + 1)
     fence_async_shared()
+    if first_tile is None:
+        wait_prerequisites()
+    launch_dependents()
 
     block_lists = BlockLists(lists, stride_lists_b, stride_lists_h, stride_lists, ranks, mask_bits)
     splits, chunk = TileSplits(head_splits, row_splits, LastWave(first_tile, first_head)), RowChunk(chunk_lo, chunk_hi)
@@ -218,6 +221,8 @@ def backward_kernel(
             [4, 1, 1, 1, 1],
             [CONFIG.consumer_registers] + [CONFIG.producer_registers] * 4,
         )
+    if first_tile is not None:
+        wait_prerequisites()
 
 
 @gluon.jit

@@ -40,7 +40,7 @@ from ..shared.pipeline import (
     make_pipeline,
     stage_chunks,
 )
-from ..shared.ptx import launch_dependents, opaque
+from ..shared.ptx import launch_dependents, opaque, wait_prerequisites
 from ..shared.score_mod import Loaded, load_head, load_keys, load_rows
 from ..shared.scores import ScoreParams
 from ..shared.softmax import INFINITY
@@ -87,7 +87,6 @@ def dq_kernel(
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
     PACKED: gl.constexpr = cu_seqlens_q is not None
     NUM_WARPGROUPS: gl.constexpr = CONFIG.num_warpgroups
-    launch_dependents()
     gl.static_assert(FIRST_BARRIER + CONFIG.kv_stages - 1 <= LAST_BARRIER)
     pipelines = DqPipelines(
         make_buffers(q_desc, NUM_WARPGROUPS, HEAD_DIM),
@@ -97,6 +96,8 @@ def dq_kernel(
     )
     queue = make_tile_queue(NUM_WARPGROUPS + 1)
     fence_async_shared()
+    wait_prerequisites()
+    launch_dependents()
 
     scheduler = TileScheduler(
         num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads, group, diagonal, None,

@@ -35,7 +35,7 @@ from ..shared.pipeline import (
     make_pipeline,
     stage_chunks,
 )
-from ..shared.ptx import opaque
+from ..shared.ptx import opaque, wait_prerequisites
 from ..shared.softmax import FLOAT_MAX, INFINITY, LN2, log2
 from ..shared.tile_scheduler import (
     REQUEST_DISTANCE,
@@ -91,6 +91,7 @@ def float32_forward_kernel(
     )
     queue = make_tile_queue(NUM_WARPGROUPS + 1)
     fence_async_shared()
+    wait_prerequisites()
 
     scheduler = TileScheduler(
         num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads, group, diagonal, None,

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from ..shared.compat import triton_kernel
+from ..shared.dependent import launch_dependents
 from ..shared.padded_rows import stride64
 
 UPPER, HALF = tl.constexpr(-65536), tl.constexpr(0x8000)  # bits of a bfloat16 number; half a unit in its last place
@@ -19,6 +20,7 @@ def split_rows_kernel(
     """Store the parts of rows `[B, H, S, D]` as `[B, H, S, PARTS, WIDTH]`, with zeros past the last feature. The first
     programs are those of q, then those of k, v and dout, which may be absent.
     """
+    launch_dependents()
     tiles_q, tiles_k = tl.cdiv(seqlen_q, CONFIG.block_m), tl.cdiv(seqlen_k, CONFIG.block_m)
     programs_q, programs_k = batch * num_heads_q * tiles_q, batch * num_heads_k * tiles_k
     program = tl.program_id(0)
