@@ -41,8 +41,8 @@ def planned(
     [
         ((4, 2, 64, 64), torch.bfloat16, "sm_80", ("q", "k", "v"), {"forward", "fused"}),
         ((4, 2, 64, 64), torch.bfloat16, "sm_80", ("q", "k"), {"forward", "dkdv", "dq"}),
-        ((1, 2, 2048, 64), torch.float32, "sm_90", ("q", "v"), {"forward", "dkdv", "dq"}),
-        ((1, 2, 2048, 64), torch.float32, "sm_90", ("k",), {"forward", "dkdv"}),
+        ((1, 2, 2048, 32), torch.float32, "sm_90", ("q", "v"), {"forward", "dkdv", "dq"}),
+        ((1, 2, 2048, 32), torch.float32, "sm_90", ("k",), {"forward", "dkdv"}),
         ((1, 2, 4096, 256), torch.float32, "sm_90", ("q", "k", "v"), {"products", "products in backward"}),
         ((1, 1, 1024, 512), torch.bfloat16, "sm_90", ("q", "k", "v"), {"forward", "products in backward"}),
     ],
