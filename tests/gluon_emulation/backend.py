@@ -110,10 +110,11 @@ def kernel_argument(x: Any) -> Any:
 
 def copy_with_mistake(folder: Path, file: str | None, *mistake: str) -> None:
     """Copy the backend's package into a folder; `mistake`: its name, the text in one file, and what replaces it."""
-    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(FOLDER, folder)  # with bytecode, which is for the time of its source
     if file is not None:
         path = folder / file
         path.write_text(with_mistake(path.read_text(), *mistake))
+        shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)  # that time may be now
 
 
 @contextmanager

@@ -23,6 +23,7 @@ def quick_interpreter() -> Iterator[None]:
         for patch in (
             *patches_of_the_language(interpreter),
             *shapes_of_values(),
+            *types_of_operands(),
             overflow_check(interpreter),
             numpy_dtypes(interpreter),
             products(interpreter),
@@ -82,6 +83,37 @@ def shapes_of_values() -> tuple[Any, Any]:
 
     return mock.patch.object(core.block_type, "__init__", new_type), mock.patch.object(
         core.tensor, "__init__", new_value
+    )
+
+
+def types_of_operands() -> tuple[Any, Any, Any]:
+    """Compare and combine types by identity, shape and name. Triton unwraps both types and their shapes for each operand
+    of each operation.
+    """
+    from triton.language import core, semantic
+
+    functions = semantic.TritonSemantic
+    same, broadcast, combine = core.dtype.__eq__, functions.broadcast_impl_value, functions.computation_type_impl
+    combined: dict[tuple[Any, ...], Any] = {}
+
+    def is_same(self: Any, other: Any) -> bool:
+        return self is other or same(self, other)
+
+    def broadcast_once(self: Any, lhs: Any, rhs: Any) -> Any:
+        if lhs.type.is_block() == rhs.type.is_block() and lhs.handle.data.shape == rhs.handle.data.shape:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    def combine_once(self: Any, a: Any, a_is_scalar: bool, b: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
+        key = a.name, a_is_scalar, b.name, b_is_scalar, div_or_mod
+        if key not in combined:
+            combined[key] = combine(self, a, a_is_scalar, b, b_is_scalar, div_or_mod)
+        return combined[key]
+
+    return (
+        mock.patch.object(core.dtype, "__eq__", is_same),
+        mock.patch.object(functions, "broadcast_impl_value", broadcast_once),
+        mock.patch.object(functions, "computation_type_impl", combine_once),
     )
 
 
