@@ -87,9 +87,7 @@ def shapes_of_values() -> tuple[Any, Any]:
 
 
 def types_of_operands() -> tuple[Any, Any, Any]:
-    """Compare and combine types by identity, shape and name. Triton unwraps both types and their shapes for each operand
-    of each operation.
-    """
+    """Compare types by identity, shape and name. Triton unwraps both types and their shapes for each operation."""
     from triton.language import core, semantic
 
     functions = semantic.TritonSemantic

@@ -14,7 +14,9 @@ from modules import PACKAGE
 
 from flashtile.backend.gpu.kernel import Kernel
 from flashtile.backend.hopper import tables
+from flashtile.backend.triton import decode_times
 from flashtile.bench import sweep
+from flashtile.prebuilt import launches as prebuilt
 from flashtile.prebuilt.build import PINNED, key_of_launch
 from flashtile.prebuilt.launches import device_of, launches
 from flashtile.prebuilt.standard import LEFT_OUT, StandardCall, standard_calls
@@ -30,7 +32,12 @@ NO_KERNELS = ("triton_kernel",)  # a decorator
 
 @pytest.fixture(autouse=True, scope="module")
 def planned_for_an_archive() -> Iterator[None]:
-    with mock.patch.object(tables, "compiler_version", return_value=PINNED):
+    """Calls that differ in what a kernel does before attention have one plan, which is made once."""
+    with (
+        mock.patch.object(tables, "compiler_version", return_value=PINNED),
+        mock.patch.object(prebuilt, "plan_of", functools.cache(prebuilt.plan_of)),
+        mock.patch.object(decode_times, "fastest", functools.cache(decode_times.fastest)),
+    ):
         yield
 
 

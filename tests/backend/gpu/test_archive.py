@@ -276,7 +276,7 @@ def test_sources_are_all_that_kernels_import() -> None:
     for name in kernels:
         if name.startswith("backend.cpu"):
             continue
-        for target in set(imports_of(name, at_import=False)):
+        for target in imports_of(name, at_import=False):
             assert in_sources(target), f"{name} imports {target}"
 
 
