@@ -108,6 +108,7 @@ class Variant:
     layout: str = "dense"  # "packed", "used" (packed, and fewer keys than there is room for) or "paged"
     seqlen_q: int | None = None
     seqlen_k: int | None = None  # of dense calls
+    batches: tuple[int, ...] = (1, 2, 3)  # of dense calls
     transposed: bool = False  # [B, S, H, D] in memory
     apart: bool = False  # packed rows an odd number of elements apart, with NaN between them
     unused: bool = False  # packed rows that are not in use, with NaN in them
@@ -126,7 +127,7 @@ class Variant:
     def dense(self, draw: Draw, seed: int, device: str) -> Case:
         heads_q, heads_k = self.heads
         seqlen_q, seqlen_k = self.seqlen_q or draw.length(), self.seqlen_k or draw.length()
-        sizes = Sizes(draw.rng.choice((1, 2, 3)), heads_q, seqlen_q, seqlen_k, self.dtype)
+        sizes = Sizes(draw.rng.choice(self.batches), heads_q, seqlen_q, seqlen_k, self.dtype)
         keys = (sizes.batch, heads_k, sizes.seqlen_k)
         given = self.tensors(draw, (sizes.batch, heads_q, sizes.seqlen_q), keys, keys)
         if self.transposed:

@@ -111,10 +111,10 @@ def test_tiles_of_short_calls(name: str) -> None:
         assert wrong(case, seed=0) == []
 
 
-@pytest.mark.parametrize("num_splits", [2, 5])
-@pytest.mark.parametrize(
-    "name", ["causal 64", "sinks 128", "window 72", "top left 64", "sinks 104/72", "window 160", "full 256"]
-)
+@pytest.mark.parametrize(("name", "num_splits"), [
+    ("causal 64", 5), ("sinks 128", 2), ("window 72", 5), ("top left 64", 2), ("sinks 104/72", 2), ("window 160", 2),
+    ("full 256", 5),
+])  # fmt: skip
 def test_split_keys(name: str, num_splits: int) -> None:
     """Also more splits than a row has blocks of keys."""
     case = replace(case_of(name, hash_of(name), "cpu", AROUND_TILES), forward_only=True)
@@ -137,11 +137,10 @@ def test_several_accumulators_of_dq(name: str) -> None:
         assert wrong(case, seed=0) == []
 
 
-@pytest.mark.parametrize("row_splits", [2, 7])
-@pytest.mark.parametrize(
-    "name",
-    ["causal 40", "grouped heads 128", "window 72", "slopes and window 96", "deterministic full 64", "dropout 128"],
-)
+@pytest.mark.parametrize(("name", "row_splits"), [
+    ("causal 40", 2), ("grouped heads 128", 7), ("window 72", 7), ("slopes and window 96", 2),
+    ("deterministic full 64", 7), ("dropout 128", 2),
+])  # fmt: skip
 def test_split_rows(name: str, row_splits: int) -> None:
     """Also more splits than a key has blocks of rows."""
     case = case_of(name, hash_of(name), "cpu", AROUND_TILES)
@@ -152,7 +151,7 @@ def test_split_rows(name: str, row_splits: int) -> None:
 @pytest.mark.parametrize(("name", "row_splits"), [
     ("full 64", 2), ("causal 80", 1), ("grouped heads 96", 1), ("top left 128", 1), ("dropout 128", 3),
 ])  # fmt: skip
-@pytest.mark.parametrize(("rows", "keys"), [(33, 127), (257, 60)])
+@pytest.mark.parametrize(("rows", "keys"), [(33, 127), (193, 60)])
 def test_one_block_of_keys(name: str, row_splits: int, rows: int, keys: int) -> None:
     """No accumulators of dq, unless blocks of rows see no key."""
     case = replace(VARIANTS[name], seqlen_q=rows, seqlen_k=keys).case(1, "cpu")
