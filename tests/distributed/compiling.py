@@ -139,12 +139,12 @@ def in_context(mesh: DeviceMesh) -> None:
         local = [y if layout is None else shard(y, mesh, dim, layout=layout) for y, dim in ((x, 1), (rows, 0))]
         with nullcontext() if layout is None else context_parallel(mesh, layout=layout):
             same(lambda x, local=local: call(x, local[1]), lambda x, local=local: graph(x, local[1]), local[0])
-    assert len(graphs) == 3  # of two layouts, and outside
-    local = [shard(x, mesh, 1, layout="zigzag"), shard(rows, mesh, 0, layout="zigzag")]
+    local = [shard(x, mesh, 1, layout="zigzag").requires_grad_(), shard(rows, mesh, 0, layout="zigzag")]
     renamed = DeviceMesh.from_group(mesh.get_group(), mesh.device_type, mesh_dim_names=("ranks",))
     for same_ranks in (mesh, renamed, mesh):
         with context_parallel(same_ranks, layout="zigzag"):
             graph(*local)
+    assert len(graphs) == 4  # of two layouts, outside, and of a mesh with another name
     refusal = pytest.raises(flashtile.AttentionError, match="outside of it")
     with context_parallel(mesh, layout="zigzag"), ThreadPoolExecutor(1) as pool, refusal:
         pool.submit(graph, *local).result()

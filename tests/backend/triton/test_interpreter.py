@@ -11,15 +11,9 @@ import pytest
 FOLDER = Path(__file__).parents[2]
 
 
-# Two processes, so that two workers share the time: the named problems, and everything else.
-PARTS = {"variants": ("-k", "test_variants"), "others": ("-k", "not test_variants")}
-
-
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("part", PARTS)
-def test_kernels_in_the_interpreter(part: str) -> None:
+def test_kernels_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER / "interpreted")]
-    command += PARTS[part]
     environment = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
