@@ -54,7 +54,7 @@ def test_three_warpgroups(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "num_splits"),
-    [("8 keys a page", 2), ("8 keys a page", 7), ("32, full", 2), ("256", 7), ("dense cache", 2)],
+    [("8 keys a page", 2), ("8 keys a page", 7), ("32, full", 2), ("256", 3), ("dense cache", 2)],
 )
 def test_split_keys(name: str, num_splits: int) -> None:
     """Also more splits than a sequence has blocks of keys."""
