@@ -372,7 +372,7 @@ BUGS = (
         f"{WAIT_S}{READ_PAIRS}{RELEASE_K}{RELEASE_Q}",
         f"{RELEASE_Q}{WAIT_S}{READ_PAIRS}{RELEASE_K}",
         "causal 256",
-        seed=0,
+        seed=2,
     ),
     Bug("first stage never full", PRODUCER, "mbarrier.arrive(v.full.index(0), count=1)", "pass"),
     Bug("no wait for values", MAINLOOP, "consumer_wait(v, count, STAGES)", "pass"),
@@ -429,7 +429,7 @@ BUGS = (
     Bug("ds of missing keys left from before", DQ_SHARE, "if step < DS_STAGES:", "if step < 1:", "full 64", (300, 190)),
     Bug("no fence before dq's product", DQ_SHARE, "fence_async_shared()  # for both", "# for both"),
     Bug("no fence before dq is written", DQ_WRITER, "fence_async_shared()  # for", "# for"),
-    Bug("rows released before dk is complete", FUSED, f"{WAIT_DK}{RELEASE_ROWS}", f"{RELEASE_ROWS}{WAIT_DK}", seed=4),
+    Bug("rows released before dk is complete", FUSED, f"{WAIT_DK}{RELEASE_ROWS}", f"{RELEASE_ROWS}{WAIT_DK}", seed=9),
     Bug("one chunk's product read in flight", FUSED, "(2 * CHUNKS, deps=(dq,", "(3 * CHUNKS, deps=(dq,", "causal 96"),
     Bug("dq in another order", SWIZZLE, "[0, 2, 1, 3, 4, 6, 5, 7]", "[0, 2, 4, 1, 3, 6, 5, 7]", "causal 80"),
     Bug(
@@ -437,7 +437,7 @@ BUGS = (
         DQ_WRITER,
         f"{WAIT_READ}{RELEASE_DQ}",
         f"{RELEASE_DQ}{WAIT_READ}",
-        seed=3,
+        seed=7,
     ),
     Bug("one half of the output over the other", EPILOGUE, "if OFFSET == 0:", "if FIRST == 0:", "causal 192/128"),
     Bug(
