@@ -326,6 +326,7 @@ SCHEDULER, COLUMN_MASKS = "kernels/shared/tile_scheduler.py", "kernels/shared/co
 FUSED, DQ_SHARE, DQ_WRITER = (f"kernels/backward/{name}.py" for name in ("fused", "dq_share", "dq_writer"))
 KEY_SCHEDULER = "kernels/backward/tile_scheduler.py"
 DQ, DKDV = "kernels/dq/dq.py", "kernels/dkdv/dkdv.py"
+LATE_DQ = "kernels/backward/late_dq.py"
 FLOAT32, PARTS = "kernels/float32/forward.py", "kernels/shared/parts.py"
 PREPROCESS = "kernels/preprocess.py"
 COORDINATES, SWIZZLE = "kernels/shared/coordinates.py", "kernels/shared/swizzle.py"
@@ -500,6 +501,7 @@ BUGS = (
     Bug("distances off by one", SLOPES, "block.first_row + block.shift", "block.first_row", "slopes 64", (33, 70)),
     Bug("blocks of the sequence before", SLOPES, "CONFIG.block_n + tile.b", "CONFIG.block_n", PACKED_SLOPES, (33, 70)),
     Bug("dk stored over that of earlier chunks", EPILOGUE, "if ADD:", "if False:", "full 64"),
+    Bug("dv over ds that is read", LATE_DQ, "count + stored % 2,", "count + 2 + stored % 2,", "causal 96", (255, 384)),
     Bug("rows of two chunks", KEY_SCHEDULER, "gl.minimum(hi, scheduler.chunk.hi)", "hi", "full 64"),
     Bug("tiles counted from anything", PREPROCESS, "tl.store(tile_count_semaphore, 0)", "pass", "packed 128"),
     Bug("rows of the next packed sequence", COORDINATES, "RAGGED_EXTENT - seqlen + row", "row", "packed 128"),
@@ -510,6 +512,9 @@ BUGS = (
 def test_bug_is_caught(bug: Bug, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / f"bug{BUGS.index(bug)}"
     copy_with_mistake(folder, bug.file, bug.name, bug.old, bug.new)
+    if bug.file == LATE_DQ:
+        launches = importlib.import_module(f"{emulated_kernels(folder).__package__}.fused_backward")
+        monkeypatch.setattr(launches, "LATE_DQ_LENGTH", 193)
     if "chunks" in bug.name:
         monkeypatch.setattr(splits, "row_chunks", lambda *_: 2)
     for seed in range(bug.seed, bug.seed + 8):

@@ -70,7 +70,15 @@ class FusedBackward(BackwardLaunches):
         long = min(self.seqlen_q, self.seqlen_k) >= (LATE_WIDE_LENGTH if wide else LATE_DQ_LENGTH)
         alone = 0 < self.seqlen_k % config.block_n <= MMA_M and self.blocks.n_blocks < MANY_BLOCKS
         fits = long and not alone and not (wide and config.splits > 1)
-        return config.late_dq and (fits or config.keys_in_registers)
+        return config.late_dq is not None and (fits or config.head_dim.width == MMA_M)  # there, plans decide
+
+    @property
+    def kernel_config(self) -> FusedBackwardConfig:
+        """The configuration that the kernel is compiled for."""
+        config, late_dq = self.config.compiled, self.config.late_dq
+        if late_dq is None or not self.late_dq:
+            return replace(config, late_dq=None)
+        return replace(config, stages=late_dq.stages)
 
     def more_workspace(self) -> dict[str, Layout]:
         if self.stores_dq:
@@ -92,7 +100,7 @@ class FusedBackward(BackwardLaunches):
         splits, chunks = self.config.splits > 1, self.config.row_chunks > 1
         in_fp32 = splits or chunks
         dk, dv = (self.new_splits(x) for x in (self.k, self.v)) if in_fp32 else self.new_dk_dv()
-        box = (MMA_M, min(self.config.head_dim.box, DQ_COLUMNS) if in_fp32 else self.config.head_dim.box)
+        box = self.key_box(in_fp32)
         dq = self.new_dq()
         pointers = {
             **self.input_pointers(self.config.block_m),
@@ -106,7 +114,7 @@ class FusedBackward(BackwardLaunches):
             self.recorder, self.call, self.config.block_m, self.config.block_n, self.mask_states,
             first_key_first=self.config.lpt,
         )  # fmt: skip
-        config, bias_pointers = backward_tiles(self.call, self.config)
+        config, bias_pointers = backward_tiles(self.call, self.kernel_config)
         pointers |= lists | bias_pointers
         scalars = {
             **self.key_kernel_scalars(self.config.bytes_per_row),
@@ -114,7 +122,7 @@ class FusedBackward(BackwardLaunches):
             "head_splits": self.config.head_splits if splits else None,
             "row_splits": self.config.row_splits if splits and not self.config.adds_dkdv else None,
             "dq_parts": self.config.dq_parts if self.config.dq_parts > 1 and not self.stores_dq else None,
-            "CONFIG": replace(config.compiled, late_dq=self.late_dq),
+            "CONFIG": config,
             **OVERLAPPING,
         }
         if wave is not None:
@@ -152,7 +160,7 @@ class FusedBackward(BackwardLaunches):
     ) -> None:
         """Launch the last wave, whose programs add to dk and dv in fp32, and the conversion of these."""
         rows = wave.rows(self.config.block_n, self.seqlen_k)
-        box = MMA_M, min(self.config.head_dim.box, DQ_COLUMNS)
+        box = self.key_box(True)
         descs = {
             f"{name}_desc": Described(x, self.make_descriptor, box) for name, x in zip(("dk", "dv"), sums, strict=True)
         }
@@ -194,6 +202,13 @@ class FusedBackward(BackwardLaunches):
         if self.config.row_chunks > 1 or self.config.adds_dkdv:
             return self.recorder.op(partial(new_zeros, shape), x)
         return self.recorder.new(self.q.new_empty(shape, dtype=torch.float32))
+
+    def key_box(self, in_fp32: bool) -> tuple[int, int]:
+        """Rows and columns of a box of dk and dv, which may lie where ds of a block does."""
+        columns = self.config.head_dim.box
+        if self.kernel_config.stores_through_ds:
+            return MMA_M, min(columns, DQ_COLUMNS // 2 if in_fp32 else DQ_COLUMNS)
+        return MMA_M, min(columns, DQ_COLUMNS) if in_fp32 else columns
 
     def chunks(self) -> list[tuple[int, int]]:
         """The blocks of rows of each chunk."""

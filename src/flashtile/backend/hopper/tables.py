@@ -21,6 +21,7 @@ from .tile_config import (
     ForwardConfig,
     FusedBackwardConfig,
     HeadDim,
+    LateDq,
     SplitBackwardConfig,
     TileConfig,
 )
@@ -105,8 +106,10 @@ FUSED_BACKWARD = {
 }
 
 
+# Widths whose products leave registers for late dq, and for left operands. At 96 one warpgroup has more of dq.
+LATE_DQ = {80: LateDq(3, values=(2, 2)), 96: LateDq(3, values=(1, 2)), 128: LateDq(2)}
 # Blocks of 64 rows leave registers for late dq and for the keys: up to 20% faster.
-LATE_64 = FusedBackwardConfig(D64, 64, 3, 240, 24, early_half_exps=True, late_dq=True, keys_in_registers=True)
+LATE_64 = FusedBackwardConfig(D64, 64, 3, 240, 24, early_half_exps=True, late_dq=LateDq(3, keys=(1, 1), values=(1, 1)))
 LATE_64_LENGTH, LATE_64_RATIO = 256, 4
 # Sums of dq for which the L2 cache has room. Of more, those of two blocks of keys are a large part of a call.
 LATE_64_KEYS, LATE_64_BYTES = 256, 16 * 2**20
@@ -138,6 +141,14 @@ SPLIT_BACKWARD = {
     ),
     (192, 192): SplitBackwardConfig(DqConfig(D192, D192, kv_stages=5), DkdvConfig(D192, D192, stages=2)),
     (256, 256): SplitBackwardConfig(DqConfig(D256, D256, kv_stages=3), DkdvConfig(D256, D256, stages=2)),
+}
+# Left operands in registers, of which plain calls leave enough: up to 5% faster with Triton 3.6. With 3.9, dq spills
+# 752 bytes (docs/journal/2026-11-26-backward-operands.md).
+PLAIN_SPLIT_BACKWARD = {
+    (192, 192): SplitBackwardConfig(
+        DqConfig(D192, D192, kv_stages=5, dout_in_registers=True),
+        DkdvConfig(D192, D192, stages=3, keys_in_registers=True),
+    ),
 }
 
 
@@ -174,6 +185,12 @@ def forward_config(width: tuple[int, int], num_warpgroups: int) -> ForwardConfig
 def is_masked(problem: Problem) -> bool:
     """Whether a mask hides pairs, besides the window."""
     return problem.features.mask is not None or problem.mask_mod is not None
+
+
+def is_plain(problem: Problem) -> bool:
+    """Whether nothing but a window changes scores."""
+    changed = problem.softcap or problem.dropout or problem.score_mod is not None
+    return problem.features == NO_FEATURES and not changed and not is_masked(problem)
 
 
 def warpgroups_with_room(problem: Problem, device: Device, width: tuple[int, int]) -> tuple[int, ...]:
@@ -220,7 +237,8 @@ def backward_config(
 ) -> FusedBackwardConfig | SplitBackwardConfig:
     """Configuration of the backward pass of kernels of this width."""
     if width in SPLIT_BACKWARD:
-        return SPLIT_BACKWARD[width]
+        plain = is_plain(problem) and not has_newer_compiler(device)
+        return (SPLIT_BACKWARD | (PLAIN_SPLIT_BACKWARD if plain else {}))[width]
     config = FUSED_BACKWARD[width[0]]
     limited = not problem.window.unlimited
     # A mask function shows each block of keys other rows, as a diagonal does.
@@ -235,7 +253,7 @@ def backward_config(
     # Blocks in lists differ in length by the mask. Last keys first, each of them begins with its own diagonal, and none
     # waits for the first one to store its dq.
     lpt = limited and (not in_order or config.block_m < config.block_n) and not expects_lists(problem)
-    return replace(config, lpt=lpt, in_order=in_order, late_dq=late_dq)
+    return replace(config, lpt=lpt, in_order=in_order, late_dq=LATE_DQ[width[0]] if late_dq else None)
 
 
 def may_add_late(problem: Problem, device: Device, width: tuple[int, int]) -> bool:
@@ -243,13 +261,17 @@ def may_add_late(problem: Problem, device: Device, width: tuple[int, int]) -> bo
     products leave registers, at 128 few. At 64 features, whether they do.
     """
     batch, rows, keys = problem.counts
-    plain = problem.features == NO_FEATURES and not (problem.softcap or problem.dropout or problem.score_mod)
-    few_registers = width == (128, 128) and (compiler_version(device.arch) or NEWEST_LATE_DQ) > NEWEST_LATE_DQ
+    few_registers = width == (128, 128) and has_newer_compiler(device)
     fits = width != ONE_BOX[0] and problem.window in (UNLIMITED, Window(right=0)) and not few_registers
     if width == (64, 64):  # measured there; of few rows, many programs would add to the same sums
         fits = fits and min(rows, keys) >= LATE_64_LENGTH and max(rows, keys) <= LATE_64_RATIO * min(rows, keys)
         fits = fits and (keys > LATE_64_KEYS or batch * problem.num_heads_q * rows * 64 * 4 <= LATE_64_BYTES)
-    return problem.layout == "dense" and plain and not is_masked(problem) and fits
+    return problem.layout == "dense" and is_plain(problem) and fits
+
+
+def has_newer_compiler(device: Device) -> bool:
+    """Whether the kernels' Triton is newer than the one with which kernels of many registers were measured."""
+    return (compiler_version(device.arch) or NEWEST_LATE_DQ) > NEWEST_LATE_DQ
 
 
 def max_blocks(tokens: int, block: int, batch: int) -> int:

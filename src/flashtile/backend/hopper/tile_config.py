@@ -192,6 +192,16 @@ class DqShare(Constexpr):
 
 
 @dataclass(frozen=True)
+class LateDq(Constexpr):
+    """dq that is computed one step later, and added in any order (`kernels.backward.late_dq`)."""
+
+    stages: int  # of rows
+    # Chunks of k and of v, the last ones, that each warpgroup's products read from registers, not from shared memory.
+    keys: tuple[int, int] = (0, 0)
+    values: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
 class FusedBackwardConfig(Constexpr):
     """Fused backward kernel: tiles of 128 keys, blocks of `block_m` rows in `stages`."""
 
@@ -201,8 +211,7 @@ class FusedBackwardConfig(Constexpr):
     consumer_registers: int
     producer_registers: int
     early_half_exps: bool  # compute half of a block's exponentials one product earlier
-    late_dq: bool = False  # compute dq one step later, and add it in any order (`kernels.backward.late_dq`)
-    keys_in_registers: bool = False  # products read k and v from registers, not from shared memory
+    late_dq: LateDq | None = None
     lpt: bool = False  # longest processing time first (`kernels.backward.tile_scheduler`)
     in_order: bool = False  # accumulate dq in a fixed order (`kernels.backward.dq_writer`)
     dq_parts: int = 1  # accumulators of dq that blocks of keys share; `postprocess` adds them
@@ -219,6 +228,11 @@ class FusedBackwardConfig(Constexpr):
     def compiled(self) -> "FusedBackwardConfig":
         """The part that a kernel is compiled for: numbers of parts, splits and chunks are arguments."""
         return replace(self, dq_parts=1, head_splits=1, row_splits=1, row_chunks=1)
+
+    @property
+    def stores_through_ds(self) -> bool:
+        """Whether dk and dv leave through the memory of ds, which makes room for a third stage of wide rows."""
+        return self.late_dq is not None and self.late_dq.stages > 2 and self.head_dim.width > DQ_COLUMNS
 
     @property
     def splits(self) -> int:
@@ -270,6 +284,7 @@ class DqConfig(Constexpr):
     head_dim: HeadDim
     head_dim_v: HeadDim
     kv_stages: int
+    dout_in_registers: bool = False  # products read dout from registers, not from shared memory
     block_n: int = MMA_M
     num_warpgroups: int = 2
     consumer_registers: int = 240
@@ -289,6 +304,7 @@ class DkdvConfig(Constexpr):
     head_dim: HeadDim
     head_dim_v: HeadDim
     stages: int
+    keys_in_registers: bool = False  # products read k and v from registers; they arrive in a stage of rows
     block_m: int = MMA_M
     block_n: int = MMA_M
     lpt: bool = True  # programs never wait for each other

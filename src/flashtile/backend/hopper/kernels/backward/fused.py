@@ -31,7 +31,7 @@ from ..shared.coordinates import dkdv_coord
 from ..shared.dropout import Dropout, both_where_kept, kept_pairs, load_stream
 from ..shared.epilogue import tma_store_columns
 from ..shared.masking import MaskBounds, m_block_range, visible_rows
-from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait, gemm_wait_with, zero_accumulators
+from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait, gemm_wait_with, left_operands, zero_accumulators
 from ..shared.pages import PageTable
 from ..shared.pairs import PairTensor, PairTensors
 from ..shared.pipeline import (
@@ -50,7 +50,7 @@ from ..shared.scores import ScoreParams
 from ..shared.tile_scheduler import SeqlenInfo, TileQueue, make_tile_queue
 from .dq_share import DS_BARRIER, DS_STAGES, compute_dq_alone, start_dq, store_dq
 from .dq_writer import DQ_COLUMNS, NUM_WARPGROUPS, DqPipeline, DqWriter, dq_writer_warp
-from .late_dq import LATE_DS_STAGES, SECOND_DS_BARRIER, add_dq, announce_ds, start_late_dq
+from .late_dq import LATE_DS_STAGES, SECOND_DS_BARRIER, add_dq, announce_ds, start_late_dq, store_late
 from .producer import BackwardDescriptors, BackwardPipelines, backward_producer_warp, make_row_pipeline
 from .scores import begin_probabilities, block_coord, finish_probabilities, load_block, with_bias
 from .slopes import SlopeGradient, add_slope_gradient
@@ -77,7 +77,7 @@ class BackwardOutputs(NamedTuple):
     scale: gl.tensor  # of dk
     dq_accum: gl.tensor | None  # pointer, if the warpgroups add dq
     ds: gl.shared_memory_descriptor  # [stages * NUM_WARPGROUPS, MMA_M, BLOCK_M]
-    dq_pipeline: DqPipeline
+    dq_pipeline: DqPipeline | None  # of dq, dk and dv, unless dk and dv leave through ds
 
 
 class BackwardContext(NamedTuple):
@@ -121,7 +121,7 @@ def backward_kernel(
     K_BARRIER: gl.constexpr = FIRST_BARRIER + CONFIG.stages
     V_BARRIER: gl.constexpr = K_BARRIER + NUM_WARPGROUPS
     DQ_BARRIER: gl.constexpr = V_BARRIER + NUM_WARPGROUPS
-    if CONFIG.late_dq:
+    if CONFIG.late_dq is not None:
         gl.static_assert(V_BARRIER + NUM_WARPGROUPS <= SECOND_DS_BARRIER)
     else:
         gl.static_assert(DQ_BARRIER + NUM_WARPGROUPS <= DS_BARRIER)
@@ -132,18 +132,21 @@ def backward_kernel(
         make_pipeline(v_desc, NUM_WARPGROUPS, NamedBarriers(V_BARRIER, PIPELINE_THREADS), HEAD_DIM),
         make_bias_tiles(bias_desc, NUM_WARPGROUPS, CONFIG),
     )
-    if CONFIG.late_dq:  # dk and dv alone
-        COLUMNS: gl.constexpr = DQ_COLUMNS if dk_desc.dtype == gl.float32 else 2 * DQ_COLUMNS
-        dq_smem = allocate_boxes(dk_desc, NUM_WARPGROUPS, COLUMNS)
-    elif dq_accum_desc is None:  # 16-bit numbers, with as much room for dk and dv
-        dq_smem = allocate_boxes(dq_desc, NUM_WARPGROUPS, 2 * DQ_COLUMNS)
+    if CONFIG.stores_through_ds:
+        dq_pipeline = None
     else:
-        dq_smem = allocate_boxes(dq_accum_desc, NUM_WARPGROUPS, DQ_COLUMNS)
-    dq_pipeline = DqPipeline(dq_smem, NamedBarriers(DQ_BARRIER, 128 + 32), make_mbarriers(NUM_WARPGROUPS, 1))
+        if CONFIG.late_dq is not None:  # dk and dv alone
+            COLUMNS: gl.constexpr = DQ_COLUMNS if dk_desc.dtype == gl.float32 else 2 * DQ_COLUMNS
+            dq_smem = allocate_boxes(dk_desc, NUM_WARPGROUPS, COLUMNS)
+        elif dq_accum_desc is None:  # 16-bit numbers, with as much room for dk and dv
+            dq_smem = allocate_boxes(dq_desc, NUM_WARPGROUPS, 2 * DQ_COLUMNS)
+        else:
+            dq_smem = allocate_boxes(dq_accum_desc, NUM_WARPGROUPS, DQ_COLUMNS)
+        dq_pipeline = DqPipeline(dq_smem, NamedBarriers(DQ_BARRIER, 128 + 32), make_mbarriers(NUM_WARPGROUPS, 1))
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([MMA_M, CONFIG.block_m], q_desc.dtype)
     DS_ROWS: gl.constexpr = stages_of_ds(CONFIG) * NUM_WARPGROUPS
     ds = gl.allocate_shared_memory(q_desc.dtype, [DS_ROWS, MMA_M, CONFIG.block_m], ds_layout)
-    queue = make_tile_queue((1 if CONFIG.late_dq else 2) * NUM_WARPGROUPS + 1)
+    queue = make_tile_queue((1 if CONFIG.late_dq is not None else 2) * NUM_WARPGROUPS + 1)
     fence_async_shared()
     if first_tile is None:
         wait_prerequisites()
@@ -191,7 +194,7 @@ def backward_kernel(
         dq_desc, dq_accum_desc, dq_pipeline, queue, dq_semaphore, bounds, group, padded_rows, dq_parts, part_rows,
         block_lists,
     )  # fmt: skip
-    if CONFIG.late_dq:
+    if CONFIG.late_dq is not None:
         gl.warp_specialize(
             [
                 (consumer_warpgroup, (0, context, CONFIG, PACKED)),
@@ -233,7 +236,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
     tile_count = 0
     tile = pop_key_tile(queue, 0)
     while tile.b >= 0:
-        if warpgroup == 0 or len(context.pipelines.bias) > 0 or CONFIG.late_dq:
+        if warpgroup == 0 or len(context.pipelines.bias) > 0 or CONFIG.late_dq is not None:
             count = compute_tile(warpgroup, context, tile, tile_count, count, CONFIG, PACKED)
         else:
             count = compute_tile_or_dq(warpgroup, context, tile, tile_count, count, CONFIG, PACKED)
@@ -252,7 +255,7 @@ def compute_tile(
     BLOCK_M: gl.constexpr = CONFIG.block_m
     STAGES: gl.constexpr = CONFIG.stages
     SCORE_MOD: gl.constexpr = CONFIG.score_mod
-    LATE_DQ: gl.constexpr = CONFIG.late_dq
+    LATE_DQ: gl.constexpr = CONFIG.late_dq is not None
     ADD_FIRST: gl.constexpr = HEAD_DIM.width > DQ_COLUMNS + MMA_M // 2  # the next scores need the registers of dq
     DP_PENDING: gl.constexpr = NUM_WARPGROUPS if LATE_DQ else 0  # products behind dp
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -274,7 +277,10 @@ def compute_tile(
     thread_barrier()
     m, group_head = first_m_block(tile, CONFIG.lpt), 0
     steps = group * (tile.hi - tile.lo)
-    k_own, v_own = load_own(k, warpgroup, CONFIG), load_own(v, warpgroup, CONFIG)
+    k_own, v_own = (), ()
+    if LATE_DQ:
+        k_own = load_own(k, warpgroup, CONFIG.late_dq.keys[warpgroup], CONFIG)
+        v_own = load_own(v, warpgroup, CONFIG.late_dq.values[warpgroup], CONFIG)
     s = zeros
     if steps > 0:
         s = warpgroup_mma_wait(0, deps=(start_qk(rows, k, k_own, count, zeros, warpgroup, CONFIG),))
@@ -398,8 +404,12 @@ def compute_tile(
     coord = dkdv_coord(tile, key_head(tile, splits), first_key, params.batch, splits, PACKED)
     OF_HEADS: gl.constexpr = splits.heads is not None and splits.rows is None
     ADD: gl.constexpr = OF_HEADS or context.chunk.lo is not None or splits.wave.first_tile is not None
-    store_dkdv(outputs.dv, coord, dv, dropout.keep_scale, dq_pipeline.smem.index(warpgroup), HEAD_DIM, ADD)
-    store_dkdv(outputs.dk, coord, dk, outputs.scale, dq_pipeline.smem.index(warpgroup), HEAD_DIM, ADD)
+    if CONFIG.stores_through_ds:
+        stored = store_late(outputs.dv, coord, dv, dropout.keep_scale, outputs.ds, count, warpgroup, 0, HEAD_DIM, ADD)
+        store_late(outputs.dk, coord, dk, outputs.scale, outputs.ds, count, warpgroup, stored, HEAD_DIM, ADD)
+    else:
+        store_dkdv(outputs.dv, coord, dv, dropout.keep_scale, dq_pipeline.smem.index(warpgroup), HEAD_DIM, ADD)
+        store_dkdv(outputs.dk, coord, dk, outputs.scale, dq_pipeline.smem.index(warpgroup), HEAD_DIM, ADD)
     return count
 
 
@@ -418,32 +428,32 @@ def compute_tile_or_dq(
 @constexpr_function
 def stages_of_ds(CONFIG):
     """Stages of the shared memory that ds passes through."""
-    return LATE_DS_STAGES if CONFIG.late_dq else DS_STAGES
+    return LATE_DS_STAGES if CONFIG.late_dq is not None else DS_STAGES
 
 
 @gluon.jit
-def load_own(keys, warpgroup: gl.constexpr, CONFIG: gl.constexpr):
-    """The warpgroup's 64 keys or values as a left operand in registers, if they are held there. Products of 64 rows
+def load_own(keys, warpgroup: gl.constexpr, COUNT: gl.constexpr, CONFIG: gl.constexpr):
+    """The last COUNT chunks of the warpgroup's 64 keys or values, as left operands in registers. Products of 64 rows
     would read them from shared memory as often as the rows.
     """
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.block_m, 16])
-    chunks = ()
-    if CONFIG.keys_in_registers:
+    if COUNT == 0:
+        return ()
+    else:
         smem = stage_chunks(keys, opaque(warpgroup), NUM_WARPGROUPS, HEAD_DIM)
-        for c in gl.static_range(len(smem)):
-            chunks = chunks + (smem[c].load(gl.DotOperandLayout(0, layout, 2)),)
-    return chunks
+        return left_operands(smem[len(smem) - COUNT :], layout)
 
 
 @gluon.jit
 def own_chunks(keys, loaded, warpgroup: gl.constexpr, CONFIG: gl.constexpr):
     """The warpgroup's keys or values as a left operand."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
-    if CONFIG.keys_in_registers:
+    if len(loaded) == len(HEAD_DIM.chunks):
         return loaded
     else:
-        return stage_chunks(keys, opaque(warpgroup), NUM_WARPGROUPS, HEAD_DIM)
+        smem = stage_chunks(keys, opaque(warpgroup), NUM_WARPGROUPS, HEAD_DIM)
+        return smem[: len(smem) - len(loaded)] + loaded
 
 
 @gluon.jit

@@ -17,6 +17,7 @@ from ..shared.pipeline import (
     SmemBuffers,
     acquire_and_load,
     allocate_chunks,
+    expect_bytes,
     load_boxes,
     make_mbarriers,
     producer_acquire,
@@ -94,7 +95,10 @@ def backward_producer_warp(
     while tile.b >= 0:
         steps = group * (tile.hi - tile.lo)
         request_tile(queue, steps < REQUEST_DISTANCE)
-        if steps == 0:
+        if pipelines.k is None:
+            load_keys_as_rows(descs, rows, tile, splits, count, PACKED, CONFIG)
+            count += 1
+        elif steps == 0:
             load_keys(pipelines.k, descs.k, tile, splits, tile_count, BLOCK_N, HEAD_DIM, PACKED)
             load_keys(pipelines.v, descs.v, tile, splits, tile_count, BLOCK_N, HEAD_DIM_V, PACKED)
         m, group_head = first_m_block(tile, CONFIG.lpt), 0
@@ -110,12 +114,12 @@ def backward_producer_warp(
             load_rows_and_stat(
                 rows.q, rows.neg_lse_log2, descs.q, descs.neg_lse_log2, coord, stat_coord, stage, HEAD_DIM
             )
-            if steps_left == steps:
+            if pipelines.k is not None and steps_left == steps:
                 load_keys(pipelines.k, descs.k, tile, splits, tile_count, BLOCK_N, HEAD_DIM, PACKED)
             load_rows_and_stat(
                 rows.dout, rows.neg_delta, descs.dout, descs.neg_delta, coord, stat_coord, stage, HEAD_DIM_V
             )
-            if steps_left == steps:
+            if pipelines.v is not None and steps_left == steps:
                 load_keys(pipelines.v, descs.v, tile, splits, tile_count, BLOCK_N, HEAD_DIM_V, PACKED)
             load_bias(descs.bias, pipelines.bias, params, tile, group, group_head, block, count, CONFIG)
             count += 1
@@ -147,6 +151,20 @@ def load_rows_and_stat(buffers, row_stat, desc, row_stat_desc, coord, stat_coord
     mbarrier.expect(full, HEAD_DIM.num_boxes * desc.block_type.nbytes + row_stat_desc.block_type.nbytes)
     load_boxes(buffers, desc, coord, stage, HEAD_DIM)
     tma_load(row_stat_desc, stat_coord, full, row_stat.index(stage))
+
+
+@gluon.jit
+def load_keys_as_rows(descs, rows, tile, splits, count, PACKED: gl.constexpr, CONFIG: gl.constexpr):
+    """Load k and v to a stage of rows."""
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
+    stage = stage_of(count, CONFIG.stages)
+    coord = key_coord(tile, key_head(tile, splits), tile.first_key, PACKED)
+    producer_acquire(rows.empty, count, CONFIG.stages)
+    expect_bytes(rows.q, descs.k, stage, HEAD_DIM)
+    load_boxes(rows.q, descs.k, coord, stage, HEAD_DIM)
+    expect_bytes(rows.dout, descs.v, stage, HEAD_DIM_V)
+    load_boxes(rows.dout, descs.v, coord, stage, HEAD_DIM_V)
 
 
 @gluon.jit

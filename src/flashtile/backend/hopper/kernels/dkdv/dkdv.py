@@ -30,7 +30,7 @@ from ..shared.compat import kernel
 from ..shared.dropout import Dropout, kept_pairs, load_stream, where_kept
 from ..shared.epilogue import OutputTensor, store_accumulators
 from ..shared.masking import MaskBounds, m_block_range, visible_rows
-from ..shared.mma import MMA_M
+from ..shared.mma import MMA_M, gemm_rs, gemm_wait
 from ..shared.pages import PageTable
 from ..shared.pairs import PairTensor, PairTensors
 from ..shared.parts import add_product, large_product, small_products, zero_sums
@@ -48,6 +48,7 @@ from ..shared.ptx import barrier_arrive, barrier_sync, opaque, wait_prerequisite
 from ..shared.scores import ScoreParams
 from ..shared.swizzle import swizzled, unswizzled
 from ..shared.tile_scheduler import SeqlenInfo, TileQueue, make_tile_queue
+from .keys import begin_keys, end_keys, left_keys
 
 CONSUMER_THREADS = gl.constexpr(256)
 
@@ -96,12 +97,13 @@ def dkdv_kernel(
     WEIGHTS_BARRIER: gl.constexpr = K_BARRIER + 2
     gl.static_assert(WEIGHTS_BARRIER + CONFIG.stages - 1 <= LAST_BARRIER)
     descs = BackwardDescriptors(q_desc, k_desc, v_desc, dout_desc, neg_lse_log2_desc, neg_delta_desc, None)
-    pipelines = BackwardPipelines(
-        make_row_pipeline(descs, NamedBarriers(FIRST_BARRIER, CONSUMER_THREADS + 32), CONFIG),
-        make_pipeline(k_desc, 1, NamedBarriers(K_BARRIER, 128 + 32), HEAD_DIM),
-        make_pipeline(v_desc, 1, NamedBarriers(K_BARRIER + 1, 128 + 32), HEAD_DIM_V),
-        (),
-    )
+    rows = make_row_pipeline(descs, NamedBarriers(FIRST_BARRIER, CONSUMER_THREADS + 32), CONFIG)
+    if CONFIG.keys_in_registers:
+        pipelines = BackwardPipelines(rows, None, None, ())
+    else:
+        k = make_pipeline(k_desc, 1, NamedBarriers(K_BARRIER, 128 + 32), HEAD_DIM)
+        v = make_pipeline(v_desc, 1, NamedBarriers(K_BARRIER + 1, 128 + 32), HEAD_DIM_V)
+        pipelines = BackwardPipelines(rows, k, v, ())
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     weights = DsWeights(
         gl.allocate_shared_memory(gl.float32, [CONFIG.stages, MMA_M, BLOCK_M], layout),
@@ -154,10 +156,11 @@ def dv_warpgroup(context, output, CONFIG: gl.constexpr):
     BLOCK_M: gl.constexpr = CONFIG.block_m
     STAGES: gl.constexpr = CONFIG.stages
     SCORE_MOD: gl.constexpr = CONFIG.score_mod
+    EARLY_SCORES: gl.constexpr = CONFIG.keys_in_registers  # a third stage of rows has them in time
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     k, rows, weights, params = context.pipelines.k, context.pipelines.rows, context.weights, context.params
     dropout, stream = context.dropout, load_stream(context.dropout)
-    dtype: gl.constexpr = k.data[0].dtype
+    dtype: gl.constexpr = rows.q.data[0].dtype
     zeros = gl.zeros([MMA_M, BLOCK_M], gl.float32, s_layout)
     dv_scale = 1.0 if dropout.seed is None else dropout.keep_scale
     count = 0
@@ -166,19 +169,27 @@ def dv_warpgroup(context, output, CONFIG: gl.constexpr):
     while tile.b >= 0:
         full_lo, full_hi = full_blocks(context.bounds, tile, BLOCK_M)
         dv = zero_sums(HEAD_DIM_V)
-        consumer_wait(k, tile_count, 1)
+        k_own, count = begin_keys(k, rows.q, rows.empty, tile_count, count, s_layout, HEAD_DIM, CONFIG)
         m, group_head = first_m_block(tile, CONFIG.lpt), 0
-        for _ in range(context.group * (tile.hi - tile.lo)):
+        steps = context.group * (tile.hi - tile.lo)
+        s = zeros
+        if EARLY_SCORES:  # noqa: SIM102 - a compile-time branch
+            if steps > 0:
+                s = warpgroup_mma_wait(0, deps=(start_scores(rows, k_own, count, zeros, CONFIG),))
+        for steps_left in range(steps, 0, -1):
             stage = stage_of(count, STAGES)
             masked = (m < full_lo) | (m >= full_hi)
-            consumer_wait(rows.q, count, STAGES)
-            k_j = stage_chunks(k, opaque(0), 1, HEAD_DIM)
-            q_i = stage_chunks(rows.q, count, STAGES, HEAD_DIM)
-            s = small_products(k_j, q_i, zeros, HEAD_DIM.parts)
+            if EARLY_SCORES:  # the next block's; after the last block its own again, unused
+                next_s = start_scores(rows, k_own, gl.where(steps_left > 1, count + 1, count), zeros, CONFIG)
+            else:
+                k_j = left_keys(k, k_own, HEAD_DIM, CONFIG)
+                s = start_scores(rows, k_j, count, zeros, CONFIG)
             coord = block_coord(tile, context.group, group_head, m, tile.first_key, (), CONFIG)
             loaded = load_block(coord, params, CONFIG)
             kept = kept_pairs(dropout, stream, coord.b, coord.head, coord.first_row, coord.first_key, zeros, True)
-            s = large_product(k_j, q_i, warpgroup_mma_wait(0, deps=(s,)), HEAD_DIM.parts)
+            if not EARLY_SCORES:
+                q_i = stage_chunks(rows.q, count, STAGES, HEAD_DIM)
+                s = large_product(k_j, q_i, warpgroup_mma_wait(0, deps=(s,)), HEAD_DIM.parts)
             score = block_scores(s, coord, loaded, params, CONFIG)
             p = gl.exp2(score.t * params.scale_log2 + rows.neg_lse_log2.index(stage).load(s_layout))
             if masked:
@@ -193,11 +204,17 @@ def dv_warpgroup(context, output, CONFIG: gl.constexpr):
             barrier_arrive(weights.full.first + stage, weights.full.threads)
             consumer_wait(rows.dout, count, STAGES)
             dout_i = stage_chunks(rows.dout, count, STAGES, HEAD_DIM_V)
-            dv = add_product(dv, where_kept(kept, p, True), dout_i, dtype, HEAD_DIM_V)
+            p = where_kept(kept, p, True)
+            if EARLY_SCORES:
+                dv = gemm_rs(dv, p.to(dtype), dout_i)
+                s = warpgroup_mma_wait(len(HEAD_DIM_V.chunks), deps=(next_s,))
+                dv = gemm_wait(dv)
+            else:
+                dv = add_product(dv, p, dout_i, dtype, HEAD_DIM_V)
             consumer_release(rows.empty, count, STAGES)
             count += 1
             m, group_head = next_m_block(m, group_head, tile, context.group, CONFIG.lpt)
-        consumer_release(k.empty, tile_count, 1)
+        end_keys(k, tile_count, CONFIG)
         store_accumulators(
             output, dv, dv_scale, tile.b, tile.head_k, first_token(tile, context.splits), tile.first_key, tile.seqlen_k,
             HEAD_DIM_V,
@@ -216,7 +233,7 @@ def dk_warpgroup(context, output, scale, CONFIG: gl.constexpr):
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     v, rows, weights = context.pipelines.v, context.pipelines.rows, context.weights
     dropout, stream = context.dropout, load_stream(context.dropout)
-    dtype: gl.constexpr = v.data[0].dtype
+    dtype: gl.constexpr = rows.dout.data[0].dtype
     zeros = gl.zeros([MMA_M, BLOCK_M], gl.float32, s_layout)
     smem_layout: gl.constexpr = swizzled(zeros, 32).type.layout
     count = 0
@@ -225,13 +242,13 @@ def dk_warpgroup(context, output, scale, CONFIG: gl.constexpr):
     while tile.b >= 0:
         full_lo, full_hi = full_blocks(context.bounds, tile, BLOCK_M)
         dk = zero_sums(HEAD_DIM)
-        consumer_wait(v, tile_count, 1)
+        v_own, count = begin_keys(v, rows.dout, rows.empty, tile_count, count, s_layout, HEAD_DIM_V, CONFIG)
         m, group_head = first_m_block(tile, CONFIG.lpt), 0
         for _ in range(context.group * (tile.hi - tile.lo)):
             stage = stage_of(count, STAGES)
             masked = (m < full_lo) | (m >= full_hi)
             consumer_wait(rows.dout, count, STAGES)
-            v_j = stage_chunks(v, opaque(0), 1, HEAD_DIM_V)
+            v_j = left_keys(v, v_own, HEAD_DIM_V, CONFIG)
             dout_i = stage_chunks(rows.dout, count, STAGES, HEAD_DIM_V)
             dp = small_products(v_j, dout_i, zeros, HEAD_DIM_V.parts)
             coord = block_coord(tile, context.group, group_head, m, tile.first_key, (), CONFIG)
@@ -250,13 +267,21 @@ def dk_warpgroup(context, output, scale, CONFIG: gl.constexpr):
             consumer_release(rows.empty, count, STAGES)
             count += 1
             m, group_head = next_m_block(m, group_head, tile, context.group, CONFIG.lpt)
-        consumer_release(v.empty, tile_count, 1)
+        end_keys(v, tile_count, CONFIG)
         store_accumulators(
             output, dk, scale, tile.b, tile.head_k, first_token(tile, context.splits), tile.first_key, tile.seqlen_k,
             HEAD_DIM,
         )  # fmt: skip
         tile_count += 1
         tile = pop_key_tile(context.queue, tile_count)
+
+
+@gluon.jit
+def start_scores(rows, k_j, count, zeros, CONFIG: gl.constexpr):
+    """Issue all products of parts of block of rows number `count` with k but the largest; with one part, the whole."""
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    consumer_wait(rows.q, count, CONFIG.stages)
+    return small_products(k_j, stage_chunks(rows.q, count, CONFIG.stages, HEAD_DIM), zeros, HEAD_DIM.parts)
 
 
 @gluon.jit

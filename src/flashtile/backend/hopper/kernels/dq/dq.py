@@ -25,7 +25,7 @@ from ..shared.compat import kernel
 from ..shared.dropout import Dropout, kept_pairs, load_stream, where_kept
 from ..shared.epilogue import OutputTensor, store_accumulators
 from ..shared.masking import MaskBounds, n_block_range, visible_keys
-from ..shared.mma import MMA_M
+from ..shared.mma import MMA_M, left_operands
 from ..shared.pages import PageTable
 from ..shared.pairs import PairBlock, PairTensor, PairTensors
 from ..shared.parts import LEFT, add_product, issue_large_product, large_product, small_products, zero_sums
@@ -172,6 +172,11 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         dq = zero_sums(HEAD_DIM)
         mbarrier.wait(pipelines.q.full.index(warpgroup), tile_count & 1)
         mbarrier.wait(pipelines.dout.full.index(warpgroup), tile_count & 1)
+        dout_own = ()
+        if CONFIG.dout_in_registers:
+            dout_own = left_operands(
+                stage_chunks(pipelines.dout, opaque(warpgroup), NUM_WARPGROUPS, HEAD_DIM_V), s_layout
+            )
         for n in range(tile.lo, tile.hi):
             block = tile.hi - 1 + tile.lo - n
             first_key = block * BLOCK_N
@@ -185,7 +190,9 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
                 s = issue_large_product(q_i, k_j, warpgroup_mma_wait(0, deps=(s,)), PARTS)
             consumer_wait(kv, 2 * count, KV_STAGES)
             v_j = stage_chunks(kv, 2 * count, KV_STAGES, HEAD_DIM_V)
-            dout_i = stage_chunks(pipelines.dout, buffer, NUM_WARPGROUPS, HEAD_DIM_V)
+            dout_i = dout_own
+            if not CONFIG.dout_in_registers:
+                dout_i = stage_chunks(pipelines.dout, buffer, NUM_WARPGROUPS, HEAD_DIM_V)
             dp = small_products(dout_i, v_j, zeros, PARTS)
             key = gl.expand_dims(first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout)), 0)
             of_keys = load_keys(params, tile.b, tile.head, key, None, SCORE_MOD)

@@ -24,6 +24,15 @@ def gemm_nt(a, b, s, ACCUMULATE: gl.constexpr = False):
 
 
 @gluon.jit
+def left_operands(chunks, layout: gl.constexpr):
+    """Load chunks of 16-bit numbers to registers, as left operands of products `layout`."""
+    operands = ()
+    for c in gl.static_range(len(chunks)):
+        operands = operands + (chunks[c].load(gl.DotOperandLayout(0, layout, 2)),)
+    return operands
+
+
+@gluon.jit
 def gemm_rs(acc, p, b, accumulate=True):
     """Issue `acc + p @ b` for each chunk, with `p` in registers; without `accumulate`, `p @ b`."""
     result = ()
