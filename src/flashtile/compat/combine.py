@@ -16,7 +16,8 @@ def flash_attn_combine(
 
     Args:
         out_partial: `[num_splits, B, S, H, D]`, floating-point; the original takes float32.
-        lse_partial: `[num_splits, B, S, H]`, natural logarithms; -inf where a part has no key for a row.
+        lse_partial: `[num_splits, B, S, H]`, natural logarithms; -inf where a part has no key for a row, whose
+            `out_partial` then may be anything, as in the original.
         out: a tensor `[B, S, H, D]` for the result, of its dtype.
         out_dtype: dtype of the result; that of `out_partial` if `None`.
 
@@ -34,6 +35,7 @@ def flash_attn_combine(
     dtype = out_partial.dtype if out_dtype is None else out_dtype
     if out is not None and (out.shape, out.dtype) != (out_partial.shape[1:], dtype):
         refuse("out", out, f"{list(out_partial.shape[1:])} of {dtype}", EXAMPLE)
+    out_partial = out_partial.masked_fill((lse_partial == -torch.inf).unsqueeze(-1), 0)
     parts, lses = (x.transpose(2, 3).unbind() for x in (out_partial, lse_partial))  # [B, H, S, D], [B, H, S]
     merged, lse = merge_attention(parts, lses)
     merged = merged.transpose(1, 2).to(dtype)
