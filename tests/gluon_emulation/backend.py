@@ -21,7 +21,7 @@ from flashtile.backend.gpu import replay
 from flashtile.backend.gpu.kernel import function_under_jit
 from flashtile.backend.gpu.pointers import Slots, TmaDescriptor, resolved
 from flashtile.backend.gpu.step import Step
-from flashtile.backend.hopper import support
+from flashtile.backend.hopper import support, tables
 from flashtile.call.device import Device
 from flashtile.dispatch import fast_path, passes, planner
 from flashtile.dispatch.passes import entry_of
@@ -167,6 +167,7 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
         mock.patch.object(planner, "describe_device", return_value=device),
         mock.patch.object(passes, "entry_of", lambda name: kernels if name == "hopper" else entry_of(name)),
         mock.patch.multiple(support, unusable=lambda: None, unknown_kernels=lambda *_: None),  # no compiler is there
+        mock.patch.object(tables, "compiler_version", return_value=None),  # none spills registers
     ):
         fast_path.forget()
         try:

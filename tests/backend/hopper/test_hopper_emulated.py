@@ -216,7 +216,6 @@ def test_late_dq(name: str, row_splits: int) -> None:
     with (
         mock.patch.multiple(f"{package}.fused_backward", LATE_DQ_LENGTH=193, LATE_WIDE_LENGTH=193, MANY_BLOCKS=0),
         mock.patch.object(tables, "LATE_64_LENGTH", 193),
-        mock.patch.object(tables, "NEWEST_LATE_DQ", (9, 9)),
         mock.patch.object(splits, "row_splits", return_value=row_splits),
         mock.patch.object(fused, "add_dq", side_effect=fused.add_dq) as add_dq,
     ):
@@ -325,7 +324,7 @@ EPILOGUE, MASKING, SOFTMAX = (f"kernels/shared/{name}.py" for name in ("epilogue
 SCHEDULER, COLUMN_MASKS = "kernels/shared/tile_scheduler.py", "kernels/shared/column_masks.py"
 FUSED, DQ_SHARE, DQ_WRITER = (f"kernels/backward/{name}.py" for name in ("fused", "dq_share", "dq_writer"))
 KEY_SCHEDULER = "kernels/backward/tile_scheduler.py"
-DQ, DKDV = "kernels/dq/dq.py", "kernels/dkdv/dkdv.py"
+DQ, DKDV, KEYS = "kernels/dq/dq.py", "kernels/dkdv/dkdv.py", "kernels/dkdv/keys.py"
 LATE_DQ = "kernels/backward/late_dq.py"
 FLOAT32, PARTS = "kernels/float32/forward.py", "kernels/shared/parts.py"
 PREPROCESS = "kernels/preprocess.py"
@@ -496,6 +495,7 @@ BUGS = (
         (1, 30),
     ),
     Bug("bits of the block before", FUSED, "next_coord.first_row,", "block.first_row,", "dropout 128", (129, 130)),
+    Bug("no wait for keys in registers", KEYS, "consumer_wait(rows, count, CONFIG.stages)", "pass", "window 192"),
     Bug("dv without dropout's factor", DKDV, "else dropout.keep_scale", "else 1.0", "dropout 256", (1, 30)),
     Bug("slopes of another head", SLOPES, "num_heads + block.head", "num_heads + tile.head_k", "slopes and window 96"),
     Bug("distances off by one", SLOPES, "block.first_row + block.shift", "block.first_row", "slopes 64", (33, 70)),
