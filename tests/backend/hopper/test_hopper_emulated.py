@@ -162,7 +162,7 @@ def test_one_block_of_keys(name: str, row_splits: int, rows: int, keys: int) -> 
 
 
 @pytest.mark.parametrize(("name", "rows", "divided"), [
-    ("full 128", 385, True), ("full 256", 640, True), ("causal 96", 385, False), ("mask 64", 513, False),
+    ("full 128", 577, True), ("full 256", 640, True), ("causal 96", 385, False), ("mask 64", 513, False),
 ])  # fmt: skip
 def test_last_wave_of_rows(name: str, rows: int, divided: bool) -> None:
     """The last tiles of the last head as a call of their own with split keys, if no others are longer."""
