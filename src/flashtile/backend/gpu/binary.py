@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...remember import remember
 from .driver import INVALID_CONTEXT, INVALID_HANDLE, Driver, LaunchConfig, MapLayout, TensorMap, attributes_of
-from .pointers import Slot, Slots, TmaDescriptor, resolved
+from .pointers import Slot, Slots, TmaDescriptor, described_tensors, resolved
 from .signature import Parameters
 
 MOST_ADDRESSES = 256  # of tensor maps that a launch keeps
@@ -90,8 +90,7 @@ class BinaryLaunch:
         self.function = binary.function()
         self.launch = binary.driver.launch_kernel
         self.pointers: list[tuple[int, int, int]] = []  # place in the frame, index of the tensor, bytes from there
-        described = (slot.index for slot in slots.values() if slot is not None and slot.describe is not None)
-        self.mapped = [*dict.fromkeys(described)]  # indices of the tensors of maps, and perhaps of others
+        self.mapped = described_tensors(slots)  # indices of the tensors of maps, and perhaps of others
         # Place in the frame, that of the tensor in `mapped`, bytes from there, and what makes the map.
         self.maps: list[tuple[int, int, int, Slot, MapLayout, dict[int, TensorMap]]] = []
         self.frames: list[Frame] = []

@@ -18,7 +18,7 @@ from triton.backends.nvidia.driver import (  # pyright: ignore[reportMissingImpo
 from triton.runtime import driver  # pyright: ignore[reportMissingImports]
 
 from ...remember import remember
-from .pointers import Slot, Slots
+from .pointers import Slot, Slots, described_tensors
 from .step import Step
 
 MOST_ADDRESSES = 256
@@ -59,8 +59,7 @@ class Launcher:
             compiled.packed_metadata, None, None, None,  # no hooks
         ]  # fmt: skip
         self.pointers: list[tuple[int, int, int]] = []  # index of the argument, of the tensor, and bytes from there
-        described = (slot.index for slot in slots.values() if slot is not None and slot.describe is not None)
-        self.mapped = [*dict.fromkeys(described)]  # indices of the tensors of tensor maps, and perhaps of others
+        self.mapped = described_tensors(slots)  # indices of the tensors of tensor maps, and perhaps of others
         # Index of the argument, that of the tensor in `mapped`, bytes from there, and what makes the map.
         self.tensor_maps: list[tuple[int, int, int, Slot, Any, dict[int, Any]]] = []
         layouts = iter(compiled.metadata.tensordesc_meta or ())

@@ -74,3 +74,8 @@ Slots = Mapping[str, Slot | None]
 
 def resolved(slots: Slots, tensors: Sequence[Tensor | None]) -> dict[str, Any]:
     return {name: None if slot is None else slot.resolve(tensors) for name, slot in slots.items()}
+
+
+def described_tensors(slots: Slots) -> list[int]:
+    """Indices of the tensors of descriptors, each once."""
+    return [*dict.fromkeys(x.index for x in slots.values() if x is not None and x.describe is not None)]

@@ -170,8 +170,8 @@ def tile_config(problem: Problem, device: Device) -> TileConfig:
 
 def has_few_tiles(problem: Problem, device: Device) -> bool:
     """Whether each core has at most two tiles of a warpgroup's rows, in plain calls."""
-    (batch, rows, keys), features = problem.counts, problem.features != NO_FEATURES
-    plain = not (features or problem.dropout or problem.score_mod) and problem.window.unlimited
+    batch, rows, keys = problem.counts
+    plain = is_plain(problem) and problem.window.unlimited
     tiles = batch * problem.num_heads_q * -(-rows // MMA_M)
     return plain and keys > FEW_1WG_KEYS and tiles <= FEW_1WG.programs_per_core * device.cores
 
