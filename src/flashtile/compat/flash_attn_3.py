@@ -12,7 +12,7 @@ from torch import Tensor
 from ..api.attention import attention, attention_varlen, attention_with_kvcache
 from .arguments import decline, keywords, longest_of, refuse, splits_of, window_of
 from .combine import flash_attn_combine
-from .positions import lengths_of, rotary_arguments
+from .positions import chunks_of_keys, lengths_of, rotary_arguments
 
 __all__ = [
     "flash_attn_combine",
@@ -222,6 +222,9 @@ def flash_attn_with_kvcache(
         starts = lengths if rotary_seqlens is None else rotary_seqlens
         together = causal or window is not None or attention_chunk > 0
         rotary = rotary_arguments(k, rotary_cos, rotary_sin, starts, together=together, example=CACHE)
+    mask = None
+    if attention_chunk > 0 and cache_leftpad is not None:
+        mask = chunks_of_keys(attention_chunk, cache_leftpad, lengths, q, k, cu_seqlens_q, cu_seqlens_k_new)
     dense = k is not None and k.dim() == 4
     out, lse = attention_with_kvcache(
         q if packed else q.transpose(1, 2),
@@ -236,7 +239,8 @@ def flash_attn_with_kvcache(
         page_table=page_table,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k_new=None if cu_seqlens_k_new is cu_seqlens_q else cu_seqlens_k_new,
-        attention_chunk=attention_chunk,
+        attention_chunk=attention_chunk if mask is None else 0,
+        mask=mask,
         scale=softmax_scale,
         causal=causal,
         window=window,

@@ -1,9 +1,11 @@
-"""Lengths of a KV cache and rotary positions, as FlashAttention counts them.
+"""Lengths of a KV cache, rotary positions and chunks, as FlashAttention counts them.
 
 flashtile's queries are the last tokens of their sequences, and are rotated there by default. FlashAttention rotates
-query i at `cache_seqlens + i` with `causal`, a window or chunks, and all queries at `cache_seqlens` otherwise.
+query i at `cache_seqlens + i` with `causal`, a window or chunks, and all queries at `cache_seqlens` otherwise. Chunks
+of flashtile begin at the first position of a cache, those of FlashAttention at its first key.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,6 +50,28 @@ def rotary_arguments(
     return {
         "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_start": starts, "rotary_q_fixed": not together
     }  # fmt: skip
+
+
+def chunks_of_keys(
+    chunk: int,
+    leftpad: Tensor,
+    lengths: int | Tensor,
+    q: Tensor,
+    k: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k_new: Tensor | None,
+) -> Callable[..., Tensor]:
+    """A mask function `(b, h, q_idx, k_idx)` of chunks of `chunk` tokens that begin at key `leftpad [B]` of a cache.
+    `lengths` are the keys before the call; q and `k`, the keys to append, are `[B, S, H, D]` or packed.
+    """
+    offsets = cu_seqlens_q if cu_seqlens_k_new is None else cu_seqlens_k_new
+    keys = lengths if k is None else lengths + (k.shape[1] if k.dim() == 4 or offsets is None else offsets.diff())
+    first = keys - leftpad - (q.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff())  # [B], of query 0
+
+    def same_chunk(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        return (first[b] + q_idx) // chunk == (k_idx - leftpad[b]) // chunk
+
+    return same_chunk
 
 
 def token_positions(x: Tensor, starts: Tensor, cu_seqlens: Tensor | None, *, advance: bool = True) -> Tensor:
