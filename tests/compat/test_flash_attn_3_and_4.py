@@ -197,6 +197,7 @@ def test_queries_that_are_in_use(version: int) -> None:
         ((-3, 2), False, (99, 99)),
         ((-1, -1), True, (99, 0)),
         ((2, -2), True, (2, 0)),
+        ((None, -2), True, (99, 0)),
     ],
 )
 def test_negative_windows_of_version_4(window_size: Any, causal: bool, meant: tuple[int, int]) -> None:

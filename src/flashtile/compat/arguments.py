@@ -1,6 +1,7 @@
 """Arguments of FlashAttention's interfaces as those of flashtile, and the refusal of those that it does not have."""
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any, NoReturn
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 
-UNLIMITED = (-1, -1)
+WindowSize = Sequence[int | None] | Tensor
 FP8 = "None: there are no fp8 inputs; multiply q, k and v by their factors and pass them in bfloat16"
 BLOCKS = "None: there is no block sparsity; flashtile.attention has `mask`, `window` and `score_mod`"
 MODS = "None: a CuTe function cannot run here; flashtile.ScoreMod takes a function of torch operations"
@@ -42,14 +43,26 @@ def refuse(argument: str, value: Any, accepted: str, example: str) -> NoReturn:
     raise ArgumentError(argument, value, accepted, example)
 
 
-def window_of(window_size: Sequence[int | None], example: str) -> tuple[int | None, int | None] | None:
+def window_of(window_size: WindowSize, example: str) -> tuple[int | None, int | None] | None:
     """Convert a `window_size`, in which every negative number is unlimited, to `window`."""
-    if window_size == UNLIMITED:
-        return None
-    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
-        refuse("window_size", window_size, "(left, right) of integers, where -1 is unlimited", example)
-    left, right = window_size
-    return (None if left is not None and left < 0 else left), (None if right is not None and right < 0 else right)
+    left, right = sides_of(window_size, "(left, right) of integers, where -1 is unlimited", example)
+    left = None if left is not None and left < 0 else left
+    right = None if right is not None and right < 0 else right
+    return None if left is None and right is None else (left, right)
+
+
+def sides_of(window_size: WindowSize, accepted: str, example: str) -> tuple[int | None, int | None]:
+    """The two sides of a `window_size`, which programs also pass as a tensor, or with tensors of one integer in it."""
+    sides = window_size.unbind() if isinstance(window_size, Tensor) and window_size.dim() == 1 else window_size
+    if not isinstance(sides, tuple | list) or len(sides) != 2:
+        refuse("window_size", window_size, accepted, example)
+    if not isinstance(sides[0], Tensor) and not isinstance(sides[1], Tensor):
+        return sides[0], sides[1]
+    try:
+        left, right = (index(x) if isinstance(x, Tensor) else x for x in sides)
+    except TypeError:  # more than one number, or not an integer
+        refuse("window_size", window_size, accepted, example)
+    return left, right
 
 
 def keywords(

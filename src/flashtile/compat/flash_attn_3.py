@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..api.attention import attention, attention_varlen, attention_with_kvcache
-from .arguments import decline, keywords, longest_of, refuse, splits_of, window_of
+from .arguments import WindowSize, decline, keywords, longest_of, refuse, splits_of, window_of
 from .combine import flash_attn_combine
 from .positions import chunks_of_keys, lengths_of, rotary_arguments
 
@@ -38,7 +38,7 @@ def flash_attn_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
     num_splits: int = 1,
@@ -76,7 +76,7 @@ def flash_attn_qkvpacked_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
     deterministic: bool = False,
@@ -128,7 +128,7 @@ def flash_attn_varlen_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
     num_splits: int = 1,
@@ -180,7 +180,7 @@ def flash_attn_with_kvcache(
     v_descale: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
@@ -269,7 +269,7 @@ def get_scheduler_metadata(
     page_size: int | None = None,
     max_seqlen_k_new: int = 0,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     attention_chunk: int = 0,
     has_softcap: bool = False,
     num_splits: int = 0,

@@ -10,13 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from ..api.attention import ExactWindow, attention, attention_varlen
-from .arguments import decline, keywords, longest_of, refuse, splits_of
+from .arguments import WindowSize, decline, keywords, longest_of, refuse, sides_of, splits_of
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
 
 DENSE = "flash_attn_func(q, k, v, causal=True, window_size=(127, None))"
 PACKED = "flash_attn_varlen_func(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, causal=True)"
-WindowSize = tuple[int | None, int | None]
 
 
 def flash_attn_func(
@@ -192,11 +191,10 @@ def flash_attn_varlen_func(
 
 def window_from(window_size: WindowSize, causal: bool, example: str) -> ExactWindow | None:
     """Convert FlashAttention-4's `window_size` to `window`. With `causal` its right side is 0, whatever is given."""
-    if window_size == (None, None):
+    left, right = sides_of(window_size, "(left, right) of integers, where None is unlimited", example)
+    right = 0 if causal else right
+    if left is None and (causal or right is None):
         return None
-    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
-        refuse("window_size", window_size, "(left, right) of integers, where None is unlimited", example)
-    left, right = window_size[0], 0 if causal else window_size[1]
     if left is not None and right is not None and left + right < 0:
         return None
     return ExactWindow(left, right)

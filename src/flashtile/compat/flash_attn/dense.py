@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from ...api.attention import attention
-from ..arguments import infinite_lse, keywords, window_of
+from ..arguments import WindowSize, infinite_lse, keywords, window_of
 from .probabilities import dense_probabilities, new_seed
 
 Outputs = Any  # a tensor, or `(out, softmax_lse, S_dmask)`; untyped, as in flash_attn, so that checkers take `out + 1`
@@ -19,7 +19,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -63,7 +63,7 @@ def flash_attn_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -91,7 +91,7 @@ def flash_attn_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from ...api.attention import attention_with_kvcache
-from ..arguments import infinite_lse, window_of
+from ..arguments import WindowSize, infinite_lse, window_of
 from ..positions import lengths_of, rotary_arguments
 
 EXAMPLE = "flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)"
@@ -25,7 +25,7 @@ def flash_attn_with_kvcache(
     block_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from ...api.attention import attention_varlen
-from ..arguments import infinite_lse, keywords, longest_of, refuse, window_of
+from ..arguments import WindowSize, infinite_lse, keywords, longest_of, refuse, window_of
 from .probabilities import new_seed, packed_probabilities
 
 Outputs = Any  # a tensor, or `(out, softmax_lse, S_dmask)`; untyped, as in flash_attn, so that checkers take `out + 1`
@@ -23,7 +23,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -72,7 +72,7 @@ def flash_attn_varlen_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -106,7 +106,7 @@ def flash_attn_varlen_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
