@@ -112,16 +112,6 @@ def test_packed(version: int) -> None:
         assert_same((out[rows], reference[0]), (lse[:, rows], minus(reference_lse)[0]))
 
 
-def test_pages_of_version_4() -> None:
-    pages = torch.stack((K[0, :6], V[0, :6])).unflatten(1, (3, 2))  # three pages of two keys
-    table = torch.tensor([[2, 0], [1, 1]], dtype=torch.int32)
-    used = torch.tensor([3, 2], dtype=torch.int32)
-    cu_q = torch.tensor([0, 2, 5], dtype=torch.int32)
-    out, _ = flash_attn_4.flash_attn_varlen_func(Q[0], *pages, cu_seqlens_q=cu_q, seqused_k=used, page_table=table)
-    for rows, keys in ((slice(0, 2), [4, 5, 0]), (slice(2, 5), [2, 3])):
-        assert_same((out[rows], formula(Q[:1, rows], K[:1, keys], V[:1, keys])[0][0]))
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("starts", [None, torch.tensor([3, 0], dtype=torch.int32)], ids=["lengths", "starts"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -274,8 +264,6 @@ def test_settings_of_the_scheduler_change_nothing(function: Any, needed: dict[st
 def test_other_errors() -> None:
     with pytest.raises(ArgumentError, match="`window_size`"):
         flash_attn_4.flash_attn_func(Q, K, V, window_size=(-3,))
-    with pytest.raises(ArgumentError, match="`cu_seqlens_q`"):
-        flash_attn_4.flash_attn_varlen_func(Q, K, V)
     with pytest.raises(ArgumentError, match="`cu_seqlens_k_new`"):
         flash_attn_3.flash_attn_with_kvcache(
             Q[0], K, V, K[0], V[0], cache_seqlens=3, cu_seqlens_q=CU, cu_seqlens_k_new=CU + 1

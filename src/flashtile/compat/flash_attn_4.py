@@ -7,6 +7,7 @@ and block sparsity are declined. Settings of its scheduler are accepted and igno
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..api.attention import ExactWindow, attention, attention_varlen
@@ -134,21 +135,22 @@ def flash_attn_varlen_func(
     """Attention over packed sequences with FlashAttention-4's arguments.
 
     Args:
-        q: queries `[Tq, Hq, D]`; `[B, Sq, Hq, D]`, which the original takes without `cu_seqlens_q`, is declined.
-        k: keys `[Tk, Hkv, D]`, or with `page_table` pages `[num_pages, page_size, Hkv, D]`.
+        q: queries `[Tq, Hq, D]`, or without `cu_seqlens_q` `[B, Sq, Hq, D]`.
+        k: keys `[Tk, Hkv, D]`, or without `cu_seqlens_k` `[B, Sk, Hkv, D]`, or with `page_table` pages `[num_pages,
+            page_size, Hkv, D]`.
         v: the same with Dv.
-        cu_seqlens_q: int32 or int64 `[B + 1]`, offsets of the sequences in q.
-        cu_seqlens_k: the same for k; may be `None` if both `page_table` and `seqused_k` are given.
+        cu_seqlens_q: int32 or int64 `[B + 1]`, offsets of the sequences in packed q.
+        cu_seqlens_k: the same for k.
         max_seqlen_q, max_seqlen_k: ints, at least the longest sequence's; `None` reads nothing back.
         seqused_q: integers `[B]`, queries of each sequence that exist: rows past them give 0, with lse -inf.
-        seqused_k: the same for keys.
-        page_table: integers `[B, max_pages]`.
+        seqused_k: the same for keys; by default all of each sequence, or of its pages.
+        page_table: integers `[B, max_pages]`, without `cu_seqlens_k`.
 
     The other arguments are those of `flash_attn_func`. `min_seqlen_k` must be `None`. `scheduler_metadata`,
     `seqlen_k_per_split` and `disable_scheduler_metadata`, which tune the original, are accepted and ignored.
 
     Returns:
-        `(out [Tq, Hq, Dv], lse)`: lse `[Hq, Tq]`; `None` without `return_lse`.
+        `(out, lse)`: out in the shape of q with Dv, lse `[Hq, Tq]` or `[B, Hq, Sq]`; `None` without `return_lse`.
 
     Raises:
         ArgumentError: an argument is not what it should be, or has no equivalent.
@@ -177,16 +179,33 @@ def flash_attn_varlen_func(
             aux_tensors=aux_tensors,
             aux_scalars=aux_scalars,
         )
-    if cu_seqlens_q is None:
-        accepted = "offsets [B + 1] of packed q; for q [B, Sq, Hq, D], flash_attn_func, or flashtile's KV cache"
-        refuse("cu_seqlens_q", None, accepted, PACKED)
     window = window_from(window_size, causal, PACKED)
     settings = keywords(0.0, softmax_scale, causal, window, softcap, None, deterministic)
+    dense = None
+    if cu_seqlens_q is None:
+        (q, cu_seqlens_q), dense = packed(q, "q"), q.shape[:2]
+        max_seqlen_q = dense[1] if max_seqlen_q is None else max_seqlen_q
+    if page_table is None and cu_seqlens_k is None:
+        if v.shape[:2] != k.shape[:2]:
+            refuse("v", v, f"[B, Sk, Hkv, Dv] with k's B and Sk, {list(k.shape[:2])}", PACKED)
+        max_seqlen_k = k.shape[1] if max_seqlen_k is None else max_seqlen_k
+        (k, cu_seqlens_k), (v, _) = packed(k, "k"), packed(v, "v")
+    elif page_table is not None and cu_seqlens_k is None and seqused_k is None:
+        seqused_k = page_table.new_full(page_table.shape[:1], page_table.shape[1] * k.shape[1])
     settings["max_seqlen_q"], settings["max_seqlen_k"] = longest_of(max_seqlen_q), longest_of(max_seqlen_k)
     settings["seqused_q"], settings["seqused_k"], settings["page_table"] = seqused_q, seqused_k, page_table
     settings["num_splits"] = splits_of(num_splits)
     out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **settings, sinks=learnable_sink, return_lse=True)
+    if dense is not None:
+        out, lse = out.unflatten(0, dense), lse.unflatten(1, dense).transpose(0, 1)
     return out, lse if return_lse else None
+
+
+def packed(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """`x [B, S, H, D]` as packed sequences of one length, and their offsets. Copied only if no view has this shape."""
+    if x.dim() != 4:
+        refuse(name, x, f"[B, S, H, D] without cu_seqlens_{'q' if name == 'q' else 'k'}, [T, H, D] with it", PACKED)
+    return x.flatten(0, 1), torch.arange(x.shape[0] + 1, dtype=torch.int32, device=x.device) * x.shape[1]
 
 
 def window_from(window_size: WindowSize, causal: bool, example: str) -> ExactWindow | None:
