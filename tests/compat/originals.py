@@ -33,6 +33,24 @@ SIGNATURES = {
         "window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
         "return_softmax_lse=False)"
     ),
+    ("flash_attn.flash_attn_interface", "_flash_attn_forward"): (
+        "(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, "
+        "return_softmax)"
+    ),
+    ("flash_attn.flash_attn_interface", "_flash_attn_varlen_forward"): (
+        "(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, "
+        "window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, "
+        "block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False, num_splits=0)"
+    ),
+    ("flash_attn.flash_attn_interface", "_flash_attn_backward"): (
+        "(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left, "
+        "window_size_right, softcap, alibi_slopes, deterministic, rng_state=None)"
+    ),
+    ("flash_attn.flash_attn_interface", "_flash_attn_varlen_backward"): (
+        "(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, "
+        "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, "
+        "deterministic, rng_state=None, zero_tensors=False)"
+    ),
     ("flash_attn.bert_padding", "unpad_input"): "(hidden_states, attention_mask, unused_mask=None)",
     ("flash_attn.bert_padding", "pad_input"): "(hidden_states, indices, batch, seqlen)",
     ("flash_attn.layers.rotary", "apply_rotary_emb"): (

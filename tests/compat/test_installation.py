@@ -33,6 +33,7 @@ with flashtile.compat.install():
     from flash_attn import flash_attn_func
     from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
     from flash_attn.flash_attn_interface import flash_attn_varlen_func, flash_attn_with_kvcache
+    from flash_attn.flash_attn_interface import _flash_attn_forward, _wrapped_flash_attn_varlen_backward
     from flash_attn.layers.rotary import apply_rotary_emb
     import flashtile.compat.flash_attn as source
     assert flash_attn.__version__ == "2.8.3" and flash_attn.__spec__.name == flash_attn.__name__ == "flash_attn"
