@@ -10,9 +10,11 @@ from flash_formula import gradients, leaves, randn
 
 from flashtile.compat.flash_attn.bert_padding import (
     index_first_axis,
+    index_first_axis_residual,
     index_put_first_axis,
     pad_input,
     unpad_input,
+    unpad_input_for_concatenated_sequences,
 )
 from flashtile.errors import AttentionError
 
@@ -42,6 +44,25 @@ def test_unused_places() -> None:
     assert indices.tolist() == [0, 1, 2, 9, 10, 11]
     assert cu_seqlens.tolist() == [0, 3, 3, 6]
     assert (longest, used.tolist()) == (3, [2, 0, 3])
+
+
+def test_rows_of_several_sequences() -> None:
+    lengths = torch.tensor([[2, 1, 0, 0], [0, 0, 0, 0], [4, 0, 0, 0]])
+    x = randn(3, 4, 5)
+    tokens, indices, cu_seqlens, longest = unpad_input_for_concatenated_sequences(x, lengths)
+    assert torch.equal(tokens, x.flatten(0, 1)[indices])
+    assert indices.tolist() == [0, 1, 2, 8, 9, 10, 11]
+    assert (cu_seqlens.tolist(), cu_seqlens.dtype, longest) == ([0, 2, 3, 7], torch.int32, 4)
+
+
+def test_rows_and_the_rest() -> None:
+    (x,) = leaves(randn(4, 3))
+    indices = torch.tensor([2, 0])
+    rows, residual = index_first_axis_residual(x, indices)
+    assert torch.equal(rows, x[indices])
+    assert torch.equal(residual, x)
+    (dx,) = torch.autograd.grad(rows.sum() + 2 * residual.sum(), x)
+    assert dx[:, 0].tolist() == [3, 2, 3, 2]
 
 
 def test_rows() -> None:

@@ -52,6 +52,16 @@ with flashtile.compat.install():
         for name in flash_attn_3.__all__:
             assert getattr(flash_attn_interface, name) is getattr(flash_attn_3, name)
         assert importlib.util.find_spec("flash_attn_interface").submodule_search_locations is None
+        assert importlib.metadata.packages_distributions()["flash_attn_interface"] == ["flash-attn-3"]
+        assert importlib.metadata.version("flash-attn-3") == "3.0.0"
+    assert "flash_attn" not in importlib.metadata.packages_distributions()
+    with flashtile.compat.install(flash_attn_4=True):
+        from flash_attn.cute import flash_attn_func
+        from flash_attn.cute.interface import flash_attn_varlen_func
+        from flashtile.compat import flash_attn_4
+        assert flash_attn_func is flash_attn_4.flash_attn_func
+        assert set(importlib.metadata.packages_distributions()["flash_attn"]) == {"flash-attn", "flash-attn-4"}
+        assert "flash-attn-3" not in {x.metadata["Name"] for x in importlib.metadata.distributions()}
 assert "flash_attn_interface" not in sys.modules and importlib.util.find_spec("flash_attn_interface") is None
 after = state()
 assert after == before, after

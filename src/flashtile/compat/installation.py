@@ -1,8 +1,8 @@
 """Answer `import flash_attn` of programs and libraries that expect it with `flashtile.compat.flash_attn`.
 
 A finder at the end of `sys.meta_path` makes the modules, and has the metadata of a distribution `flash-attn`. Both are
-there from `install` to `uninstall`, and only in a process that has no `flash_attn` of its own. The module
-`flash_attn_interface`, FlashAttention-3's, is there if `install` was asked for it.
+there from `install` to `uninstall`, and only in a process that has no `flash_attn` of its own. The modules and the
+distributions of FlashAttention-3 and -4 are there if `install` was asked for them.
 """
 
 import importlib
@@ -22,23 +22,34 @@ NAME = "flash_attn"
 INTERFACE_3 = "flash_attn_interface"
 SOURCE = "flashtile.compat.flash_attn"
 VERSION = "2.8.3"  # the release whose interface this is
-PACKAGES = (NAME, f"{NAME}.layers")
+PACKAGES = (NAME, f"{NAME}.layers", f"{NAME}.cute")
 MODULES = {
     NAME + name: SOURCE + name for name in ("", ".bert_padding", ".flash_attn_interface", ".layers", ".layers.rotary")
 }
-METADATA = f"""\
+MODULES_3 = {INTERFACE_3: "flashtile.compat.flash_attn_3"}
+MODULES_4 = dict.fromkeys((f"{NAME}.cute", f"{NAME}.cute.interface"), "flashtile.compat.flash_attn_4")
+# Distributions, by the module that shows that they are installed: name, version, and the module at its top.
+DISTRIBUTIONS = {
+    NAME: ("flash-attn", VERSION, NAME),
+    INTERFACE_3: ("flash-attn-3", "3.0.0", INTERFACE_3),
+    f"{NAME}.cute": ("flash-attn-4", "4.0.0", NAME),
+}
+METADATA = """\
 Metadata-Version: 2.1
-Name: flash-attn
-Version: {VERSION}
+Name: {}
+Version: {}
 Summary: FlashAttention's interface, computed by flashtile
 """
 
 
 class FlashAttnDistribution(Distribution):
-    """Metadata of a distribution `flash-attn`."""
+    """Metadata of a distribution of FlashAttention."""
+
+    def __init__(self, name: str, version: str, top: str):
+        self.texts = {"METADATA": METADATA.format(name, version), "top_level.txt": f"{top}\n"}
 
     def read_text(self, filename: str) -> str | None:
-        return {"METADATA": METADATA, "top_level.txt": f"{NAME}\n"}.get(filename)
+        return self.texts.get(filename)
 
     def locate_file(self, path: Any) -> Any:
         return Path(__file__).parent / path
@@ -79,9 +90,12 @@ class FlashAttnFinder(DistributionFinder):
 
     def find_distributions(self, context: Any = None) -> Iterable[Distribution]:
         asked = {} if context is None else vars(context)
-        wanted = (asked.get("name") or "flash-attn").replace("_", "-").lower()
-        elsewhere = "path" in asked and asked["path"] is not sys.path
-        return [] if elsewhere or wanted != "flash-attn" else [FlashAttnDistribution()]
+        if "path" in asked and asked["path"] is not sys.path:
+            return []
+        wanted = asked.get("name")
+        name = None if wanted is None else wanted.replace("_", "-").lower()
+        present = [described for module, described in DISTRIBUTIONS.items() if module in self.modules]
+        return [FlashAttnDistribution(*described) for described in present if name in (None, described[0])]
 
 
 FINDER = FlashAttnFinder()
@@ -97,7 +111,7 @@ class Installation:
         uninstall()
 
 
-def install(*, flash_attn_3: bool = False) -> Installation:
+def install(*, flash_attn_3: bool = False, flash_attn_4: bool = False) -> Installation:
     """Make `import flash_attn` find `flashtile.compat.flash_attn` in this process, until `uninstall`.
 
     `importlib.util.find_spec` and `importlib.metadata` find it too, under the version that it follows. Call it before
@@ -106,15 +120,19 @@ def install(*, flash_attn_3: bool = False) -> Installation:
     Args:
         flash_attn_3: also make `import flash_attn_interface`, the name of FlashAttention-3, find
             `flashtile.compat.flash_attn_3`. Programs that find that module prefer it to `flash_attn`.
+        flash_attn_4: also make `import flash_attn.cute`, the name of FlashAttention-4, find
+            `flashtile.compat.flash_attn_4`.
 
     Raises:
         AttentionError: one of these modules is installed or imported already. It stays as it is.
     """
     if FINDER not in sys.meta_path:
         refuse_another(NAME, "from flashtile.compat.flash_attn import flash_attn_func")
-    if flash_attn_3 and INTERFACE_3 not in FINDER.modules:
+    modules = FINDER.modules
+    if flash_attn_3 and INTERFACE_3 not in modules:
         refuse_another(INTERFACE_3, "from flashtile.compat.flash_attn_3 import flash_attn_func")
-        FINDER.modules = {**MODULES, INTERFACE_3: "flashtile.compat.flash_attn_3"}
+        modules = modules | MODULES_3
+    FINDER.modules = modules | MODULES_4 if flash_attn_4 else modules
     if FINDER not in sys.meta_path:
         sys.meta_path.append(FINDER)
     importlib.invalidate_caches()
