@@ -1,4 +1,4 @@
-"""Signatures of the originals, as facts: FlashAttention 2.8.3, FlashAttention-3 and -4 of August 2026, PyTorch 2.13."""
+"""Signatures of the originals, as facts: FlashAttention 2.8.3, PyTorch 2.13, and the others of 2026."""
 
 SIGNATURES = {
     ("flash_attn", "flash_attn_func"): (
@@ -107,6 +107,35 @@ SIGNATURES = {
         "num_splits=1, pack_gqa=None, deterministic=False, score_mod=None, score_mod_bwd=None, mask_mod=None, "
         "block_sparse_tensors=None, aux_tensors=None, aux_scalars=None, return_lse=False, "
         "scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False)"
+    ),
+    ("vllm_flash_attn", "flash_attn_varlen_func"): (
+        "(q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None, q_v=None, "
+        "dropout_p=0.0, softmax_scale=None, causal=False, window_size=None, softcap=0.0, alibi_slopes=None, "
+        "deterministic=False, return_attn_probs=False, block_table=None, return_softmax_lse=False, out=None, "
+        "scheduler_metadata=None, q_descale=None, k_descale=None, v_descale=None, num_splits=0, fa_version=2, "
+        "s_aux=None, cp_world_size=1, cp_rank=0, cp_tot_seqused_k=None)"
+    ),
+    ("vllm_flash_attn", "get_scheduler_metadata"): (
+        "(batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, "
+        "qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None, cache_leftpad=None, "
+        "page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1), has_softcap=False, num_splits=0, "
+        "pack_gqa=None, sm_margin=0)"
+    ),
+    ("vllm_flash_attn", "is_fa_version_supported"): "(fa_version, device=None)",
+    ("vllm_flash_attn", "fa_version_unsupported_reason"): "(fa_version, device=None)",
+    ("sgl_flash_attn", "flash_attn_varlen_func"): (
+        "(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, seqused_q=None, "
+        "seqused_k=None, page_table=None, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, "
+        "v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, "
+        "sm_margin=0, return_softmax_lse=False, sinks=None, score_mod=None, aux_tensors=None, ver=3, out=None)"
+    ),
+    ("sgl_flash_attn", "flash_attn_with_kvcache"): (
+        "(q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
+        "cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None, "
+        "max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, "
+        "softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=None, softcap=0.0, "
+        "rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, only_qv=False, sm_margin=0, "
+        "return_softmax_lse=False, sinks=None, score_mod=None, aux_tensors=None, ver=3, out=None)"
     ),
     ("torch", "flex_attention"): (
         "(query, key, value, score_mod=None, block_mask=None, scale=None, enable_gqa=False, return_lse=False, "

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api.attention import attention, attention_varlen, attention_with_kvcache
+from ..api.attention import attention, attention_varlen
 from .arguments import WindowSize, decline, keywords, longest_of, refuse, splits_of, window_of
+from .cache import attend_with_cache
 from .combine import flash_attn_combine
-from .positions import chunks_of_keys, lengths_of, rotary_arguments
 
 __all__ = [
     "flash_attn_combine",
@@ -214,42 +214,30 @@ def flash_attn_with_kvcache(
     """
     if not (qv is q_descale is k_descale is v_descale is None):  # which takes less time than the answer
         decline(CACHE, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    packed, paged = cu_seqlens_q is not None, page_table is not None
-    lengths = lengths_of(cache_seqlens, k_cache, page_table, appends=k is not None, example=CACHE)
-    window = window_of(window_size, CACHE)
-    rotary = {}
-    if rotary_cos is not None or rotary_sin is not None:
-        starts = lengths if rotary_seqlens is None else rotary_seqlens
-        together = causal or window is not None or attention_chunk > 0
-        rotary = rotary_arguments(k, rotary_cos, rotary_sin, starts, together=together, example=CACHE)
-    mask = None
-    if attention_chunk > 0 and cache_leftpad is not None:
-        mask = chunks_of_keys(attention_chunk, cache_leftpad, lengths, q, k, cu_seqlens_q, cu_seqlens_k_new)
-    dense = k is not None and k.dim() == 4
-    out, lse = attention_with_kvcache(
-        q if packed else q.transpose(1, 2),
-        k_cache if paged else k_cache.transpose(1, 2),
-        v_cache if paged else v_cache.transpose(1, 2),
-        k=k.transpose(1, 2) if dense and k is not None else k,
-        v=v.transpose(1, 2) if dense and v is not None else v,
-        **rotary,
-        cache_seqlens=lengths,
+    out, lse = attend_with_cache(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        example=CACHE,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved,
+        rotary_seqlens=rotary_seqlens,
+        cache_seqlens=cache_seqlens,
         cache_batch_idx=cache_batch_idx,
-        leftpad_k=cache_leftpad,
+        cache_leftpad=cache_leftpad,
         page_table=page_table,
         cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k_new=None if cu_seqlens_k_new is cu_seqlens_q else cu_seqlens_k_new,
-        attention_chunk=attention_chunk if mask is None else 0,
-        mask=mask,
-        scale=softmax_scale,
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        softmax_scale=softmax_scale,
         causal=causal,
-        window=window,
-        softcap=softcap if softcap > 0 else None,
-        rotary_interleaved=rotary_interleaved,
-        num_splits=num_splits if num_splits > 0 else None,
-        return_lse=True,
+        window_size=window_size,
+        attention_chunk=attention_chunk,
+        softcap=softcap,
+        num_splits=num_splits,
     )
-    out = out if packed else out.transpose(1, 2)
     return (out, lse, lse.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
 
 

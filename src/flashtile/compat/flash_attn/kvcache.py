@@ -4,9 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...api.attention import attention_with_kvcache
-from ..arguments import WindowSize, infinite_lse, window_of
-from ..positions import lengths_of, rotary_arguments
+from ..arguments import WindowSize, infinite_lse
+from ..cache import attend_with_cache
 
 EXAMPLE = "flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)"
 
@@ -62,32 +61,25 @@ def flash_attn_with_kvcache(
             without `cache_seqlens`.
         AttentionError: a tensor requires a gradient outside of `torch.no_grad()`: there are no derivatives.
     """
-    lengths = lengths_of(cache_seqlens, k_cache, block_table, appends=k is not None, example=EXAMPLE)
-    window = window_of(window_size, EXAMPLE)
-    rotary = {}
-    if rotary_cos is not None or rotary_sin is not None:
-        together = causal or window is not None
-        rotary = rotary_arguments(k, rotary_cos, rotary_sin, lengths, together=together, example=EXAMPLE)
-    dense = block_table is None
-    out, lse = attention_with_kvcache(
-        q.transpose(1, 2),
-        k_cache.transpose(1, 2) if dense else k_cache,
-        v_cache.transpose(1, 2) if dense else v_cache,
-        k=None if k is None else k.transpose(1, 2),
-        v=None if v is None else v.transpose(1, 2),
-        **rotary,
-        cache_seqlens=lengths,
-        cache_batch_idx=cache_batch_idx,
-        leftpad_k=cache_leftpad,
-        page_table=block_table,
-        scale=softmax_scale,
-        causal=causal,
-        window=window,
-        softcap=softcap if softcap > 0 else None,
+    out, lse = attend_with_cache(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        example=EXAMPLE,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved,
+        cache_seqlens=cache_seqlens,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        page_table=block_table,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
         alibi_slopes=alibi_slopes,
-        num_splits=num_splits if num_splits > 0 else None,
-        return_lse=True,
+        num_splits=num_splits,
     )
-    out = out.transpose(1, 2)
     return (out, infinite_lse(lse)) if return_softmax_lse else out
