@@ -6,7 +6,7 @@ import pytest
 import torch
 from flash_formula import assert_gradients_agree, assert_same, formula, leaves, randn
 
-from flashtile.compat import flash_attn_4
+from flashtile.compat import flash_attn_3, flash_attn_4
 from flashtile.errors import ArgumentError
 
 B, SQ, SK, HQ, HKV, D = 2, 5, 7, 4, 2, 6
@@ -63,3 +63,22 @@ def test_shapes_that_do_not_fit() -> None:
     for given, name in ((Q[0], K, V), "q"), ((Q, K[0], V[0]), "k"), ((Q, K, V[:, 1:]), "v"):
         with pytest.raises(ArgumentError, match=f"`{name}`"):
             flash_attn_4.flash_attn_varlen_func(*given)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["new", "given"])
+def test_combine_of_packed_parts(given: bool) -> None:
+    """As that of version 3 with one sequence; `lse` can be left out."""
+    parts, lses = torch.randn(3, SQ, HQ, D), torch.randn(3, SQ, HQ)
+    out = torch.empty(SQ, HQ, D) if given else None
+    result, lse = flash_attn_4.flash_attn_combine(parts, lses, out)
+    assert lse is not None
+    reference, reference_lse = flash_attn_3.flash_attn_combine(parts[:, None], lses[:, None])
+    assert torch.equal(result, reference[0])
+    assert torch.equal(lse, reference_lse[0])
+    assert result is out or not given
+    dense, absent = flash_attn_4.flash_attn_combine(parts[:, None], lses[:, None], return_lse=False)
+    assert absent is None
+    assert torch.equal(dense, reference)
+    with pytest.raises(ArgumentError, match="`seqused`"):
+        flash_attn_4.flash_attn_combine(parts, lses, seqused=torch.ones(1))
+    assert flash_attn_4.get_scheduler_metadata(5, 7, HQ, HKV, D, 1) is None

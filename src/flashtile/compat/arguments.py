@@ -28,7 +28,9 @@ ACCEPTED = {
     "qv": "None: concatenate q with qv, and k with v, along the last dimension, and pass `softmax_scale`",
     "score_mod": MODS,
     "score_mod_bwd": MODS,
+    "seqused": "None: cut the parts to the rows in use before the call",
     "v_descale": FP8,
+    "virtual_batch_idx": "None: index the parts by it before the call",
 }
 
 

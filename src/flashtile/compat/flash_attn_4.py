@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ..api.attention import ExactWindow, attention, attention_varlen
 from .arguments import WindowSize, decline, keywords, longest_of, refuse, sides_of, splits_of
+from .combine import flash_attn_combine as combine_parts
 
-__all__ = ["flash_attn_func", "flash_attn_varlen_func"]
+__all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata"]
 
 DENSE = "flash_attn_func(q, k, v, causal=True, window_size=(127, None))"
 PACKED = "flash_attn_varlen_func(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, causal=True)"
@@ -199,6 +200,61 @@ def flash_attn_varlen_func(
     if dense is not None:
         out, lse = out.unflatten(0, dense), lse.unflatten(1, dense).transpose(0, 1)
     return out, lse if return_lse else None
+
+
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    cu_seqlens: Tensor | None = None,
+    seqused: Tensor | None = None,
+    virtual_batch_idx: Tensor | None = None,
+    return_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention over all keys, as `flashtile.compat.flash_attn_3.flash_attn_combine`; also of packed tensors,
+    `out_partial [num_splits, T, H, D]` and `lse_partial [num_splits, T, H]`, whatever `cu_seqlens` is.
+
+    `seqused` and `virtual_batch_idx` must be `None`.
+
+    Returns:
+        `(out, lse)`, of the shapes of a part; lse is `None` without `return_lse`.
+
+    Raises:
+        ArgumentError: an argument is not what it should be, or has no equivalent.
+    """
+    decline("flash_attn_combine(out_partial, lse_partial)", seqused=seqused, virtual_batch_idx=virtual_batch_idx)
+    if out_partial.dim() != 4:
+        result, lse = combine_parts(out_partial, lse_partial, out, out_dtype)
+        return result, lse if return_lse else None
+    as_batch = None if out is None else out.unsqueeze(0)
+    result, lse = combine_parts(out_partial.unsqueeze(1), lse_partial.unsqueeze(1), as_batch, out_dtype)
+    return result.squeeze(0) if out is None else out, lse.squeeze(0) if return_lse else None
+
+
+def get_scheduler_metadata(
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    nheads: int,
+    nheads_kv: int,
+    headdim: int,
+    num_splits: int,
+    headdim_v: int | None = None,
+    pack_gqa: int | None = None,
+    causal: bool = False,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqlen_k_new: int = 0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    seqlen_k_per_split: int | None = None,
+    _arch: int | None = None,
+) -> None:
+    """A `scheduler_metadata` for `flash_attn_varlen_func`, which ignores it: `None`."""
 
 
 def packed(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
