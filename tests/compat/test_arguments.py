@@ -35,3 +35,26 @@ def test_a_window_may_be_a_tensor(call: Callable[..., Any]) -> None:
     for window in (torch.tensor([2.0, 1.0]), torch.tensor(2), torch.tensor([2, 1, 0]), (torch.ones(3).int(), 1)):
         with pytest.raises(ArgumentError, match="`window_size`"):
             call(window_size=window)
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_numbers_that_turn_a_setting_off(call: Callable[..., Any]) -> None:
+    """`None` too; what is no number is refused by its name."""
+    expected = call()
+    assert all(torch.equal(call(softcap=x), expected) for x in (None, 0, -1.0))
+    with pytest.raises(ArgumentError, match="`softcap`"):
+        call(softcap="2")
+
+
+@pytest.mark.parametrize("name", ["dense 3", "packed 3", "cache 3"])
+def test_chunks_that_are_none(name: str) -> None:
+    assert all(torch.equal(CALLS[name](attention_chunk=x), CALLS[name]()) for x in (None, 0, -1))
+    with pytest.raises(ArgumentError, match="`attention_chunk`"):
+        CALLS[name](attention_chunk=2.5)
+
+
+@pytest.mark.parametrize("name", ["cache 2", "dense 3", "packed 3", "cache 3", "dense 4", "packed 4"])
+def test_splits_that_the_backend_chooses(name: str) -> None:
+    assert all(torch.equal(CALLS[name](num_splits=x), CALLS[name]()) for x in (None, 0, -1))
+    with pytest.raises(ArgumentError, match="`num_splits`"):
+        CALLS[name](num_splits="2")

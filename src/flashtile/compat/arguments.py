@@ -72,7 +72,7 @@ def keywords(
     softmax_scale: float | None,
     causal: bool,
     window: tuple[int | None, int | None] | None,
-    softcap: float,
+    softcap: float | None,
     alibi_slopes: Tensor | None,
     deterministic: bool,
 ) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def keywords(
         "scale": softmax_scale,
         "causal": causal,
         "window": window,
-        "softcap": softcap if softcap > 0 else None,
+        "softcap": above(0, softcap),
         "alibi_slopes": alibi_slopes,
         "deterministic": deterministic or None,
     }
@@ -96,9 +96,14 @@ def longest_of(max_seqlen: int | Tensor | None) -> int | None:
     return int(max_seqlen) if one else max_seqlen  # type: ignore[return-value]
 
 
-def splits_of(num_splits: int) -> int | None:
+def splits_of(num_splits: int | None) -> int | None:
     """Convert `num_splits` of calls without a KV cache, whose default is 1: it and less let the backend choose."""
-    return num_splits if num_splits > 1 else None
+    return above(1, num_splits)
+
+
+def above(limit: int, number: Any) -> Any:
+    """`None` for a number up to `limit`, which turns a setting off. The call itself judges what is no number."""
+    return None if isinstance(number, int | float) and number <= limit else number
 
 
 def infinite_lse(lse: Tensor) -> Tensor:

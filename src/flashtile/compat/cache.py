@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from ..api.attention import attention_with_kvcache
-from .arguments import WindowSize, window_of
+from .arguments import WindowSize, above, window_of
 from .positions import chunks_of_keys, lengths_of, rotary_arguments
 
 
@@ -30,7 +30,7 @@ def attend_with_cache(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k_new: Tensor | None = None,
     rotary_seqlens: Tensor | None = None,
-    attention_chunk: int = 0,
+    attention_chunk: int | None = 0,
     out: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
@@ -46,15 +46,15 @@ def attend_with_cache(
     """
     packed, paged = cu_seqlens_q is not None, page_table is not None
     lengths = lengths_of(cache_seqlens, k_cache, page_table, appends=k is not None, example=example)
-    window = window_of(window_size, example)
+    window, chunk = window_of(window_size, example), above(0, attention_chunk)
     rotary = {}
     if rotary_cos is not None or rotary_sin is not None:
         starts = lengths if rotary_seqlens is None else rotary_seqlens
-        together = causal or window is not None or attention_chunk > 0
+        together = causal or window is not None or chunk is not None
         rotary = rotary_arguments(k, rotary_cos, rotary_sin, starts, together=together, example=example)
     mask = None
-    if attention_chunk > 0 and cache_leftpad is not None:
-        mask = chunks_of_keys(attention_chunk, cache_leftpad, lengths, q, k, cu_seqlens_q, cu_seqlens_k_new)
+    if chunk is not None and cache_leftpad is not None:
+        mask = chunks_of_keys(chunk, cache_leftpad, lengths, q, k, cu_seqlens_q, cu_seqlens_k_new)
     dense = k is not None and k.dim() == 4
     result, lse = attention_with_kvcache(
         q if packed else q.transpose(1, 2),
@@ -68,13 +68,13 @@ def attend_with_cache(
         page_table=page_table,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k_new=None if cu_seqlens_k_new is cu_seqlens_q else cu_seqlens_k_new,
-        attention_chunk=attention_chunk if mask is None else 0,
+        attention_chunk=chunk if mask is None else None,
         mask=mask,
         scale=softmax_scale,
         causal=causal,
         window=window,
-        softcap=softcap if softcap > 0 else None,
-        num_splits=num_splits if num_splits > 0 else None,
+        softcap=above(0, softcap),
+        num_splits=above(0, num_splits),
         out=out if packed or out is None else out.transpose(1, 2),
         return_lse=True,
         **others,

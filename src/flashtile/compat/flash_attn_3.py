@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..api.attention import attention, attention_varlen
-from .arguments import WindowSize, decline, keywords, longest_of, refuse, splits_of, window_of
+from .arguments import WindowSize, above, decline, keywords, longest_of, refuse, splits_of, window_of
 from .cache import attend_with_cache
 from .combine import flash_attn_combine
 
@@ -63,7 +63,7 @@ def flash_attn_func(
     if not (qv is q_descale is k_descale is v_descale is None):  # which takes less time than the answer
         decline(DENSE, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     settings = keywords(0.0, softmax_scale, causal, window_of(window_size, DENSE), softcap, None, deterministic)
-    settings["attention_chunk"], settings["num_splits"] = attention_chunk, splits_of(num_splits)
+    settings["attention_chunk"], settings["num_splits"] = above(0, attention_chunk), splits_of(num_splits)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     out, lse = attention(q, k, v, **settings, return_lse=True)
     return (out.transpose(1, 2), lse) if return_attn_probs else out.transpose(1, 2)
@@ -152,7 +152,7 @@ def flash_attn_varlen_func(
         decline(PACKED, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     settings = keywords(0.0, softmax_scale, causal, window_of(window_size, PACKED), softcap, None, deterministic)
     settings["max_seqlen_q"], settings["max_seqlen_k"] = longest_of(max_seqlen_q), longest_of(max_seqlen_k)
-    settings["attention_chunk"], settings["num_splits"] = attention_chunk, splits_of(num_splits)
+    settings["attention_chunk"], settings["num_splits"] = above(0, attention_chunk), splits_of(num_splits)
     settings["seqused_q"], settings["seqused_k"] = seqused_q, seqused_k
     out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **settings, return_lse=True)
     return (out, lse) if return_attn_probs else out

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..api.attention import attention_varlen
-from .arguments import WindowSize, decline, keywords, longest_of, refuse, splits_of, window_of
+from .arguments import WindowSize, above, decline, keywords, longest_of, refuse, splits_of, window_of
 from .cache import attend_with_cache
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache"]
@@ -73,7 +73,7 @@ def flash_attn_varlen_func(
         seqused_q=seqused_q,
         seqused_k=seqused_k,
         page_table=page_table,
-        attention_chunk=attention_chunk,
+        attention_chunk=above(0, attention_chunk),
         num_splits=splits_of(num_splits),
         sinks=sinks,
         out=out,
@@ -157,7 +157,7 @@ def flash_attn_with_kvcache(
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
-        attention_chunk=attention_chunk or 0,
+        attention_chunk=attention_chunk,
         softcap=softcap,
         num_splits=num_splits,
         sinks=sinks,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..api.attention import attention_varlen
-from .arguments import WindowSize, decline, infinite_lse, keywords, longest_of, refuse, window_of
+from .arguments import WindowSize, above, decline, infinite_lse, keywords, longest_of, refuse, window_of
 
 __all__ = [
     "fa_version_unsupported_reason",
@@ -88,7 +88,7 @@ def flash_attn_varlen_func(
     window = None if window_size is None else window_of(window_size, EXAMPLE)
     settings = keywords(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, deterministic)
     settings["max_seqlen_q"], settings["max_seqlen_k"] = longest_of(max_seqlen_q), longest_of(max_seqlen_k)
-    settings["num_splits"] = num_splits if num_splits > 0 else None
+    settings["num_splits"] = above(0, num_splits)
     result, lse = attention_varlen(
         q,
         k,

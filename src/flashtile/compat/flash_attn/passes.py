@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...api.attention import attention, attention_varlen
 from ...api.gradients import gradients
-from ..arguments import infinite_lse, keywords, longest_of, refuse, window_of
+from ..arguments import above, infinite_lse, keywords, longest_of, refuse, window_of
 from .probabilities import dense_probabilities, new_seed, packed_probabilities
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -87,7 +87,7 @@ def _flash_attn_varlen_forward(
     settings = settings_of(dropout_p, softmax_scale, causal, sides, softcap, alibi_slopes)
     settings |= offsets_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     settings["page_table"], settings["seqused_k"] = block_table, seqused_k
-    settings["num_splits"] = num_splits if num_splits > 0 else None
+    settings["num_splits"] = above(0, num_splits)
     settings["dropout_seed"], rng_state = seeds(dropout_p, q)
     wanted = return_softmax and dropout_p > 0
     if wanted and (block_table is not None or seqused_k is not None):
