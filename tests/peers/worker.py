@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import linecache
 import os
 import sys
 import traceback
@@ -28,26 +29,36 @@ def tests_of(module: Any, suite: Suite) -> dict[str, Any]:
 
 
 def outcome_of(test: Any, case: dict[str, Any]) -> tuple[str, str]:
+    """What a case comes to, and why it has not passed: a known difference is "named"."""
     try:
         test(**case)
     except SkippedError:
         return "skipped", ""
-    except (AttentionError, MissingError) as error:
-        return "refused", f"{place_of(error, test)} {str(error).splitlines()[0]}"
-    except AssertionError as error:
-        return "wrong", f"{place_of(error, test)} {' '.join(str(error).split())[:150]}"
     except torch.OutOfMemoryError:
         return "out of memory", ""
     except Exception as error:
-        return "crashed", f"{place_of(error, test)} {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        outcome, reason = kind_of(error)
+        line, local = place_of(error, test)
+        known = difference(case, f"{line} {reason}", local)
+        return ("named", known) if known else (outcome, f"{line} {reason}")
     return "passed", ""
 
 
-def place_of(error: Exception, test: Any) -> str:
-    """The test's line that has raised an error."""
-    frames = traceback.extract_tb(error.__traceback__)
+def kind_of(error: Exception) -> tuple[str, str]:
+    if isinstance(error, AttentionError | MissingError):
+        return "refused", str(error).splitlines()[0]
+    words = " ".join(str(error).split())[:200]
+    return ("wrong", words) if isinstance(error, AssertionError) else ("crashed", f"{type(error).__name__}: {words}")
+
+
+def place_of(error: Exception, test: Any) -> tuple[str, dict[str, Any]]:
+    """The test's line that has raised an error, and its variables there."""
     file = inspect.unwrap(test).__code__.co_filename
-    return next((f"{Path(file).name}:{x.lineno} {x.line}:" for x in reversed(frames) if x.filename == file), "")
+    for frame, number in reversed([*traceback.walk_tb(error.__traceback__)]):
+        if frame.f_code.co_filename == file:
+            line = linecache.getline(file, number).strip()
+            return f"{Path(file).name}:{number} {line}:", frame.f_locals
+    return "", {}
 
 
 def main() -> None:
@@ -68,9 +79,7 @@ def main() -> None:
         described = ", ".join(f"{x}={value}" for x, value in case.items())
         print(json.dumps([described, longest]), file=answers)
         if sys.stdin.readline() == "run\n":
-            outcome, reason = outcome_of(tests[test], case)
-            known = difference(case, reason) if outcome not in ("passed", "skipped") else None
-            print(json.dumps(("named", known) if known else (outcome, reason)), file=answers)
+            print(json.dumps(outcome_of(tests[test], case)), file=answers)
 
 
 if __name__ == "__main__":
