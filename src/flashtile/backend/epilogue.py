@@ -11,7 +11,7 @@ from ..call.call import Needs, Tensors
 
 class RowStats(NamedTuple):
     """The statistics of rows after a backward pass, `[B, H, S]` or `[H, T]`. lse and delta may have padding, which
-    contributes 0 to sums; `out_lse` is lse with the rows of dlse.
+    contributes 0 to sums; `out_lse` is lse with the rows of dlse, `residual` that of lse where it is kept.
     """
 
     sinks: Tensor | None  # [H]
@@ -19,12 +19,14 @@ class RowStats(NamedTuple):
     delta: Tensor
     out_lse: Tensor
     dlse: Tensor | None
+    residual: Tensor | None = None
 
 
 def sink_gradient(rows: RowStats) -> Tensor:
     """A sink is a key without a value: `ds = p * (0 - delta)`, summed over rows to `[H]`."""
     assert rows.sinks is not None
-    return -sum_to_heads(sink_weight(rows.sinks.to(rows.lse.dtype)[:, None], rows.lse) * rows.delta)
+    weight = sink_weight(rows.sinks.to(rows.lse.dtype)[:, None], rows.lse, rows.residual)
+    return -sum_to_heads(weight * rows.delta)
 
 
 FROM_ROW_STATS: dict[str, Callable[[RowStats], Tensor]] = {"sinks": sink_gradient}
@@ -35,9 +37,10 @@ def requested_from_rows(needs: Needs, t: Tensors) -> list[tuple[str, Callable[[R
     return [x for x in FROM_ROW_STATS.items() if getattr(needs, x[0]) and getattr(t, x[0]) is not None]
 
 
-def sink_weight(sink: Tensor, lse: Tensor) -> Tensor:
+def sink_weight(sink: Tensor, lse: Tensor, residual: Tensor | None = None) -> Tensor:
     """The sink's probability in each row: 1 for a sink of +inf, 0 where lse is -inf."""
-    share = torch.where(sink == torch.inf, 1, torch.exp(sink - lse))
+    difference = sink - lse if residual is None else sink - lse - residual
+    share = torch.where(sink == torch.inf, 1, torch.exp(difference))
     return torch.where(lse == -torch.inf, 0, share)
 
 

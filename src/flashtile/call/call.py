@@ -156,6 +156,14 @@ class Call:
         return self
 
     @property
+    def keeps_residual(self) -> bool:
+        """Whether forward leaves the residual of lse for backward: what rounding takes from `m + log(l)`. Next to a
+        large number that is added to all scores of a row, as for a padded query, that is all of `log(l)`. GPU kernels,
+        which take scores times `log2(e)`, do not have it.
+        """
+        return self.tensors.q.is_cpu and (self.tensors.bias is not None or self.settings.score_mod is not None)
+
+    @property
     def num_score_tensors(self) -> int:
         """Number of captured tensors that belong to the score_mod; the others belong to the mask function."""
         return len(self.tensors.score_mod_tensors) - self.settings.num_mask_tensors
@@ -265,6 +273,28 @@ def with_copies(tensors: Any, which: slice) -> Any:
 def lse_shape(q: Tensor) -> tuple[int, ...]:
     """`[B, H, S]` of dense queries, `[H, T]` of packed ones."""
     return tuple(q.shape[:-1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
+
+
+def row_stats_shape(call: Call) -> tuple[int, ...]:
+    """The shape of the `lse` that a forward pass leaves: `[2, ...]` with its residual, where that is kept."""
+    shape = lse_shape(call.tensors.q)
+    return (2, *shape) if call.keeps_residual else shape
+
+
+def split_row_stats(q: Tensor, row_stats: Tensor) -> tuple[Tensor, Tensor | None]:
+    """lse, and its residual if it is kept."""
+    return (row_stats[0], row_stats[1]) if row_stats.dim() == q.dim() else (row_stats, None)
+
+
+def contiguous_lse(rows: Tensor, row_stats: Tensor) -> Tensor:
+    """lse, contiguous, for kernels that do not read its residual; `rows` has the rank of q."""
+    return split_row_stats(rows, row_stats)[0].contiguous()
+
+
+def public_lse(call: Call, results: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of a forward pass, for its caller."""
+    out, row_stats = results
+    return out, split_row_stats(call.tensors.q, row_stats)[0]
 
 
 def new_rows(like: Tensor, heads: int, width: int, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import private_torch
-from ..call.call import Call, Tensors, differentiable_positions
+from ..call.call import Call, Tensors, differentiable_positions, public_lse, split_row_stats
 from ..call.eager import in_forward_mode
 from ..dynamo import untraced
 from ..errors import AttentionError
@@ -27,6 +27,7 @@ from .derivatives import (
     in_places,
     recomputed,
     tangents_of_results,
+    tangents_of_row_stats,
 )
 
 Results = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # out, lse, dout and dlse
@@ -34,6 +35,11 @@ Results = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # out, lse, dout 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a normalised call, differentiable where a tensor requires it."""
+    return public_lse(call, attend_with_row_stats(call))
+
+
+def attend_with_row_stats(call: Call) -> tuple[Tensor, Tensor]:
+    """As `attend`, with the residual of `lse` where that is kept."""
     if call.is_plain_eager:
         if torch.is_grad_enabled() and requires_grad(flat := call.tensors.flat()):
             return attend_with_gradients(call, flat)
@@ -125,14 +131,15 @@ class Attention(torch.autograd.Function):
     @untraced
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
         _, _, *flat = ctx.saved_tensors
-        return recomputed(tangents_of_results, ctx.settings, flat, tangents)
+        return recomputed(tangents_of_row_stats, ctx.settings, flat, tangents)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dstats: Tensor | None) -> tuple[Any, ...]:
         out, lse, *flat = ctx.saved_tensors
-        if dout is None and dlse is None:  # a second derivative passes here without a gradient of the results
+        if dout is None and dstats is None:  # a second derivative passes here without a gradient of the results
             return None, *(None for _ in flat)
         call = Call(Tensors.from_flat(flat), ctx.settings, ctx.entry)
+        dlse = None if dstats is None else split_row_stats(call.tensors.q, dstats)[0]
         call.kept = ctx.kept
         return None, *input_gradients(call, (out, lse, dout, dlse), ctx.needs_input_grad[1:])
 

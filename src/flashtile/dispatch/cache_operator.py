@@ -15,7 +15,7 @@ from .. import private_torch
 from ..call.cache import CacheCall
 from ..call.cache_tensors import CacheTensors, RotarySettings
 from ..call.call import FEATURES as FEATURES_OF_CALLS
-from ..call.call import SETTINGS, Call, Settings, Tensors, lse_shape, new_rows
+from ..call.call import SETTINGS, Call, Settings, Tensors, lse_shape, new_rows, public_lse
 from ..call.check_cache import check_apart
 from ..call.eager import in_forward_mode
 from ..call.features import CACHE, INDEX
@@ -103,7 +103,7 @@ def run_with_cache(call: CacheCall) -> tuple[Tensor, Tensor]:
     call.entry = call.entry or fast_path.find_call(call)
     if call.entry is not None and call.entry.paged is not None and call.cache.k is not None:
         check_apart(call.entry, call.cache.k_cache, call.cache.v_cache)  # else the checks of a new layout do
-    return run_forward(call)
+    return public_lse(call, run_forward(call))
 
 
 def fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

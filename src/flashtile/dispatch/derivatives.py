@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..call.call import Call, Settings, Tensors, differentiable_positions
@@ -54,6 +55,15 @@ def tangents_of_results(
     """The tangents of `out` and `lse` along directions, which are `None` for inputs that stand still."""
     moving = [x for x in directions if x is not None]
     return tangent_function(settings, directions, orders_unread=1)(*flat, *moving)
+
+
+def tangents_of_row_stats(
+    settings: Settings, flat: Sequence[Tensor | None], directions: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """The tangents of what a forward pass returns: the residual of lse, where it is kept, stands still."""
+    dout, dlse = tangents_of_results(settings, flat, directions)
+    keeps_residual = Call(Tensors.from_flat(flat), settings).keeps_residual
+    return dout, torch.stack((dlse, torch.zeros_like(dlse))) if keeps_residual else dlse
 
 
 def gradients_of_tangents(

@@ -25,8 +25,10 @@ from ..call.call import (
     Settings,
     Tensors,
     differentiable_positions,
-    lse_shape,
     new_rows,
+    public_lse,
+    row_stats_shape,
+    split_row_stats,
 )
 from ..call.eager import in_forward_mode, is_plain_eager
 from ..call.features import Field
@@ -98,8 +100,8 @@ class Operators:
     def attend(self, call: Call) -> tuple[Tensor, Tensor]:
         """`out` and `lse`, without a derivative. Plain eager calls bypass the dispatcher."""
         if not torch.compiler.is_compiling() and is_plain_eager(*call.tensors.flat()):
-            return run_forward(call)
-        return self.forward(*self.arguments(call))  # type: ignore[no-any-return]
+            return public_lse(call, run_forward(call))
+        return public_lse(call, self.forward(*self.arguments(call)))
 
     def differentiate(
         self, needs: list[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, call: Call
@@ -133,9 +135,10 @@ class Operators:
         ctx.settings = call.settings
         ctx.save_for_backward(*output, *call.tensors.flat())
 
-    def derivative(self, ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
+    def derivative(self, ctx: Any, dout: Tensor, dstats: Tensor) -> tuple[Any, ...]:
         out, lse, *flat = ctx.saved_tensors
         call = Call(Tensors.from_flat(flat), ctx.settings)
+        dlse = split_row_stats(call.tensors.q, dstats)[0]
         needed = self.call(ctx.needs_input_grad).tensors.flat()
         positions = differentiable_positions(len(flat))
         *named, modified = self.backward([needed[n] for n in positions], out, lse, dout, dlse, *self.arguments(call))
@@ -146,9 +149,10 @@ class Operators:
         return tuple(self.arguments(Call(Tensors.from_flat(gradients), absent)))
 
     def fake_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        q, v = self.call(arguments).tensors.q, self.call(arguments).tensors.v
+        call = self.call(arguments)
+        q, v = call.tensors.q, call.tensors.v
         out = new_rows(q, q.shape[1], v.shape[-1], q.dtype)
-        return out, q.new_empty(lse_shape(q), dtype=accumulation_dtype(q.dtype))
+        return out, q.new_empty(row_stats_shape(call), dtype=accumulation_dtype(q.dtype))
 
     def fake_backward(
         self, needs: list[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, *arguments: Any
@@ -169,7 +173,7 @@ class Operators:
 
 @untraced
 def run_forward(call: Call) -> tuple[Tensor, Tensor]:
-    """The forward operators' own work: `out` and `lse`."""
+    """The forward operators' own work: `out`, and `lse` with its residual where that is kept."""
     call.entry = call.entry or fast_path.find_call(call)
     if call.entry is not None:
         return fast_path.forward(call, inside_operator)

@@ -17,7 +17,7 @@ from .. import private_torch
 from ..call import sharding
 from ..call.cache import CacheCall
 from ..call.cache_tensors import CacheTensors
-from ..call.call import Call, Tensors, differentiable_positions
+from ..call.call import Call, Tensors, differentiable_positions, split_row_stats
 from ..call.check_cache import check_apart
 from ..call.eager import is_observed_without_key
 from ..call.memory import Layouts
@@ -223,7 +223,7 @@ def run_repeated(function: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
             if known.requires_grad:
                 return apply(known, *tensors)
             out, lse, *_ = known.forward(tensors)
-            return (out, lse) if known.return_lse else out
+            return (out, split_row_stats(tensors[0], lse)[0]) if known.return_lse else out
     return NotImplemented
 
 
@@ -256,7 +256,7 @@ class RepeatedAttention(torch.autograd.Function):
         ctx.known, ctx.kept = known, kept[0] if kept else None
         ctx.save_for_backward(out, lse, *tensors)
         ctx.set_materialize_grads(False)
-        return (out, lse) if known.return_lse else out
+        return (out, split_row_stats(tensors[0], lse)[0]) if known.return_lse else out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:

@@ -202,7 +202,8 @@ def as_planned(x: Tensor, planned: Tensor) -> Tensor:
 
 
 def fake_forward(key: str, *arguments: Any) -> tuple[Tensor, Tensor]:
-    return DENSE.fake_forward(*arguments[5:])
+    out, lse = DENSE.fake_forward(*arguments[5:])
+    return out, lse.new_empty(out.shape[:-1])
 
 
 def fake_backward(

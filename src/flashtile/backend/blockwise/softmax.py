@@ -55,6 +55,12 @@ def finalize(state: RowState) -> tuple[Tensor, Tensor]:
     return state.acc / l, torch.where(torch.isinf(state.m), state.m, state.m + torch.log(l))
 
 
+def lse_residual(m: Tensor, l: Tensor, lse: Tensor) -> Tensor:  # noqa: E741
+    """What rounding has taken from `lse = m + log(l)`; 0 where that is not finite."""
+    error = (m - lse) + torch.log(l)
+    return torch.where(torch.isinf(lse) | torch.isnan(lse), 0.0, error)
+
+
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Attention over the union of disjoint key sets, from each set's `out [..., Dv]` and `lse [..., 1]`.
 

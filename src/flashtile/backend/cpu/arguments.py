@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call.call import HEAD_TERMS, Call, Needs, Tensors
+from ...call.call import HEAD_TERMS, Call, Needs, Tensors, split_row_stats
 from ...call.formulas import mask_formula, score_formula
 from ...call.problem import accumulation_dtype
 from ...expression import Formula
@@ -137,10 +137,12 @@ def strides(name: str, x: Tensor, paged: bool = False) -> dict[str, int]:
     return {f"{name}_b": batch, f"{name}_h": head, f"{name}_s": row}
 
 
-def lse_strides(lse: Tensor) -> dict[str, int]:
-    """Strides of row statistics, contiguous `[B, H, S]` or `[H, T]`."""
+def lse_strides(q: Tensor, row_stats: Tensor) -> dict[str, int]:
+    """Strides of row statistics, contiguous `[B, H, S]` or `[H, T]`, or `[2, ...]` with the residual of lse."""
+    lse, residual = split_row_stats(q, row_stats)
     batch = lse.stride(0) if lse.dim() == 3 else 0
-    return {"lse_b": batch, "lse_h": lse.stride(-2), "lse_s": 1, "seqlen_total": lse.numel()}
+    strides = {"lse_b": batch, "lse_h": lse.stride(-2), "lse_s": 1, "seqlen_total": lse.numel()}
+    return strides | {"residual": 0 if residual is None else row_stats.stride(0)}
 
 
 def pair_strides(name: str, x: Tensor) -> dict[str, int]:

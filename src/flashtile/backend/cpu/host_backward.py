@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...call.call import Call, Gradients, Needs, new_rows
+from ...call.call import Call, Gradients, Needs, new_rows, split_row_stats
 from ...call.plan import Plan
 from ..epilogue import RowStats, requested_from_rows
 from ..replays import BackwardReplay
@@ -87,7 +87,7 @@ class BackwardStep(NamedTuple):
 
 
 class RowTensors(NamedTuple):
-    """out, lse and their gradients, as the kernel reads them."""
+    """out, lse (with its residual, if that is kept) and their gradients, as the kernel reads them."""
 
     out: Tensor
     lse: Tensor
@@ -116,7 +116,7 @@ def record_backward(
     of_call, call, needs = call, with_distance_table(call), needs_with_table(call, needs)
     q, k, v = (rows_last(x) for x in call.tensors[:3])
     rows, tasks = row_tensors(out, lse, dout, dlse), backward_tasks(plan, call, needs)
-    buffers = allocate_gradients(call, needs, rows.lse, tasks.lengths, tasks.split.splits)
+    buffers = allocate_gradients(call, needs, split_row_stats(q, rows.lse)[0], tasks.lengths, tasks.split.splits)
     launch = backward_launch(call, tasks, (q, k, v, rows.out, rows.dout), rows.lse, buffers)
     specs = tuple(None if x is None else TensorSpec.of(x) for x in buffers)
     step = BackwardStep(launch, needs, tasks.captured, specs)
@@ -167,7 +167,8 @@ def run_backward(
             dq = torch.sum(dq, 0, out=new_rows(t.q, q.shape[1], q.shape[-1], dq.dtype))
         for tokens in launch.lengths.unused:
             dq[tokens] = 0
-    stats = RowStats(t.sinks, rows.lse, buffers.delta, rows.lse, rows.dlse)
+    lse, residual = split_row_stats(q, rows.lse)
+    stats = RowStats(t.sinks, lse, buffers.delta, lse, rows.dlse, residual)
     grads = Gradients(
         q=dq,
         k=without_padding(t.k, buffers.dk),
@@ -276,7 +277,7 @@ def backward_launch(
     layout = (variant.real_type, rows, lanes, *widths, total_keys)
     table = BlockTable.of(call, lengths, rows)
     values |= {
-        **args.lse_strides(lse),
+        **args.lse_strides(q, lse),
         **table_strides(table),
         **({} if dbias is None else args.pair_strides("dbias", dbias)),
         "dq_split": 0 if dq is None or split.splits == 1 else dq.stride(0),

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call.call import Call, lse_shape, new_rows
+from ...call.call import Call, new_rows, row_stats_shape, split_row_stats
 from ...call.plan import Plan
 from ...call.problem import accumulation_dtype
 from ..replays import ForwardReplay
@@ -59,7 +59,7 @@ def launched_forward(plan: Plan, call: Call) -> tuple[KernelLaunch, dict[str, Te
     q, k, v = (rows_last(x) for x in call.tensors[:3])
     out = call.tensors.out
     out = new_rows(call.tensors.q, q.shape[1], v.shape[-1], q.dtype) if out is None else out
-    lse = q.new_empty(lse_shape(q), dtype=accumulation_dtype(q.dtype))
+    lse = q.new_empty(row_stats_shape(call), dtype=accumulation_dtype(q.dtype))
     launch = forward_launch(plan, call, (q, k, v), out, lse)
     return launch, run_forward(launch, call, (q, k, v), out, lse), (out, lse)
 
@@ -86,13 +86,16 @@ def run_forward(
     tensors.update(args.captured_table(captured))
     tensors.update(table_tensors(launch.blocks, call))
     if launch.splits > 1:
-        shape = (launch.splits, *lse.shape)
-        tensors["partial_out"], tensors["partial_lse"] = lse.new_empty((*shape, v.shape[-1])), lse.new_empty(shape)
+        shape = (launch.splits, *split_row_stats(q, lse)[0].shape)
+        tensors["partial_out"] = lse.new_empty((*shape, v.shape[-1]))
+        tensors["partial_lse"] = lse.new_empty((2, *shape) if call.keeps_residual else shape)
     run(launch, tensors)
     del captured
     for tokens in launch.lengths.unused:
         out[tokens] = 0
-        lse[:, tokens] = -torch.inf
+        for x, value in zip(split_row_stats(q, lse), (-torch.inf, 0), strict=True):
+            if x is not None:
+                x[:, tokens] = value
     return tensors
 
 
@@ -123,7 +126,7 @@ def forward_launch(
     values |= {
         **table_strides(table),
         **args.strides("out", out),
-        **args.lse_strides(lse),
+        **args.lse_strides(q, lse),
         "panels": panels,
         "out_is_real": int(out.dtype == lse.dtype),
         "work_size": workspace.num_bytes(layout, variant.real_type, rows, panels, *widths),

@@ -84,7 +84,8 @@ class TaskSplit(NamedTuple):
     share_h: int
 
 
-# Fields of the argument block, 8 bytes each. Strides are in elements, `work_size` in bytes.
+# Fields of the argument block, 8 bytes each. Strides are in elements, `work_size` in bytes. `residual` is the distance
+# from lse to its residual, 0 where that is not kept.
 ADDRESSES = """
 q k v out lse mask bias captured blocks sinks seed sequences page_table partial_out partial_lse counter workspace
 dout dlse delta dq dk dv dbias dbias_error dslopes
@@ -95,7 +96,7 @@ q_b q_h q_s k_b k_h k_s v_b v_h v_s out_b out_h out_s lse_b lse_h lse_s
 mask_b mask_h mask_i mask_j bias_b bias_h bias_i bias_j block_b block_h block_i page_size page_columns
 window_left window_right top_left attention_chunk diagonal i0 j0 b0 h0 num_heads threshold work_size
 dout_b dout_h dout_s dq_split dq_b dq_h dq_s dk_b dk_h dk_s dv_b dv_h dv_s
-dbias_b dbias_h dbias_i dbias_j share_b share_h total_keys out_is_real
+dbias_b dbias_h dbias_i dbias_j share_b share_h total_keys out_is_real residual
 """
 REALS = "factor scale softcap_scale keep_scale"
 FIELDS = (*(ADDRESSES + INTEGERS + REALS).split(), *HEAD_TERMS, *(f"{symbol}_b" for symbol in HEAD_TERMS))

@@ -71,7 +71,7 @@ def backward_layout(
     """The same for backward. `total_keys` is the number of keys that have totals of dk and dv; 0 for few rows."""
     yield from row_tables(real_type, rows, 1)
     yield from key_block(real_type, rows, head_dim, head_dim_v)
-    for name in ("lse", "delta", "dslope", "total_dslope"):
+    for name in ("lse", "residual", "delta", "dslope", "total_dslope"):
         yield name, rows, real_type
     yield "dq_offsets", rows, LONG
     yield "q", head_dim * rows, real_type  # [D, rows]

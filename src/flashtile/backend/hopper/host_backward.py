@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call.call import Call, Gradients, Needs, Tensors
+from ...call.call import Call, Gradients, Needs, Tensors, contiguous_lse
 from ...call.plan import Plan
 from ..gpu import replay
 from ..gpu.replay import Recorder
@@ -40,7 +40,7 @@ def launch_backward(
     *inputs, out, lse, dout, dlse, mask_states = recorder.inputs
     assert out is not None
     assert lse is not None
-    out, lse = recorder.op(tma_aligned, out), recorder.op(Tensor.contiguous, lse)
+    out, lse = recorder.op(tma_aligned, out), recorder.op(contiguous_lse, out, lse)
     dout = recorder.op(torch.zeros_like, out) if dout is None else recorder.op(tma_aligned, dout)
     tensors = Tensors.from_flat(inputs)
     if config.kind == "split":

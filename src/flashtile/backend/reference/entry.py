@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call.call import Call, Gradients, Needs, Tensors, differentiable_positions, out_dtype
+from ...call.call import Call, Gradients, Needs, Tensors, differentiable_positions, out_dtype, public_lse
 from ...call.plan import Plan
 from ...call.problem import accumulation_dtype
 from ...private_torch import recording_graph
-from ..blockwise.lse_shape import lse_to_rows, rows_to_lse
+from ..blockwise.lse_shape import row_stats_to_rows, rows_to_row_stats
 from ..blockwise.scores import Scores, Tile, cast_floating
-from ..blockwise.softmax import finite_or_zero
+from ..blockwise.softmax import finite_or_zero, lse_residual
 from ..blockwise.sums import chunked_matmul
 from ..blockwise.tiles import Rows, Side, Slab, fold_groups, slabs, unfold_groups
 
@@ -38,13 +38,15 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
     queries, keys = Side(call, keys=False), Side(call, keys=True)
     out = queries.buffer(t.q, t.q.shape[1], t.v.shape[-1], dtype)  # [B, Hq, Sq, Dv] or [T + 1, Hq, Dv]
     lse = queries.buffer(t.q, t.q.shape[1], 1, dtype, fill=-torch.inf)
+    residual = queries.buffer(t.q, t.q.shape[1], 1, dtype)
     for slab in slabs(call, queries, keys, plan.tile):
         if slab.seqlen_q > 0:
-            forward_slab(call, slab, slab.query_rows(out), slab.query_rows(lse))
-    return queries.result(out).to(out_dtype(t)), rows_to_lse(call, queries.result(lse))
+            forward_slab(call, slab, *(slab.query_rows(x) for x in (out, lse, residual)))
+    row_stats = rows_to_row_stats(call, queries.result(lse), queries.result(residual))
+    return queries.result(out).to(out_dtype(t)), row_stats
 
 
-def forward_slab(call: Call, slab: Slab, out: Rows, lse: Rows) -> None:
+def forward_slab(call: Call, slab: Slab, out: Rows, lse: Rows, residual: Rows) -> None:
     """Softmax attention of a slab, by its formula."""
     t, settings, groups = call.tensors, call.settings, slab.num_groups
     dtype = accumulation_dtype(t.q.dtype)
@@ -70,13 +72,16 @@ def forward_slab(call: Call, slab: Slab, out: Rows, lse: Rows) -> None:
     empty = total == 0  # kept out of log and division, whose derivatives would be NaN
     row_lse = torch.where(empty, -torch.inf, m + torch.log(torch.where(empty, 1, total)))
     row_lse = torch.where(m == torch.inf, m, row_lse)
-    p = torch.exp(s - torch.where(empty, 0, row_lse))[..., : slab.seqlen_k]
+    row_residual = lse_residual(m, total.detach(), row_lse.detach())
+    log_total = torch.where(m == torch.inf, 0, torch.log(torch.where(empty, 1, total)))
+    p = torch.exp((s - m) - log_total)[..., : slab.seqlen_k]
     if sinks is not None:
         row_lse = torch.where(all_weight & (row_lse == 0), sinks, row_lse)
     keep = scores.keep(tile)
     if keep is not None:
         p = p * keep
     lse.store(tile.rows, row_lse)
+    residual.store(tile.rows, row_residual)
     out.store(tile.rows, unfold_groups(matmul(fold_groups(p, groups), v), groups))
 
 
@@ -98,9 +103,9 @@ def backward(
         if needed and x is not None:
             flat[n] = leaves[n] = cast_floating(x, dtype).detach().requires_grad_()
     if dout is not None:  # a NaN of a row that sees no key must not spread by 0 * NaN
-        dout = torch.where(lse_to_rows(call, lse) == -torch.inf, 0, dout)
+        dout = torch.where(row_stats_to_rows(call, lse)[0] == -torch.inf, 0, dout)
     with recording_graph():
-        results = forward(plan, call._replace(tensors=Tensors.from_flat(flat)))
+        results = public_lse(call, forward(plan, call._replace(tensors=Tensors.from_flat(flat))))
     # Leave out results without a cotangent, and those that depend on no leaf because there are no keys.
     pairs = [
         (x, dx.to(dtype)) for x, dx in zip(results, (dout, dlse), strict=True) if dx is not None and x.requires_grad

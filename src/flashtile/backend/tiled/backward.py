@@ -23,6 +23,7 @@ class Saved(NamedTuple):
 
     out: Tensor  # [..., Dv]
     lse: Tensor  # [..., 1]
+    residual: Tensor | None  # [..., 1] of lse
     dout: Tensor | None  # [..., Dv]
     dlse: Tensor | None  # [..., 1]
 
@@ -58,7 +59,7 @@ def backward(call: Call, needs: Needs, shape: TileShape, dtype: torch.dtype, sav
 def backward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, saved: Saved, totals: Totals) -> None:
     tensors, settings, groups, features = call.tensors, call.settings, slab.num_groups, totals.features
     dq, dk, dv = slab.query_rows(totals.dq), slab.key_rows(totals.dk), slab.key_rows(totals.dv)
-    out, lse = slab.query_rows(saved.out), slab.query_rows(saved.lse)
+    out, lse, residual = (slab.query_rows(x) for x in (saved.out, saved.lse, saved.residual))
     dout, dlse = slab.query_rows(saved.dout), slab.query_rows(saved.dlse)
     scores = Scores(call, slab, dtype)
     q, k, v = (
@@ -70,9 +71,10 @@ def backward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, 
     for rows in row_blocks(slab, shape):
         q_i = fold_groups(q.load(rows).to(dtype) * settings.scale, groups)  # [B, Hkv, G * M, D]
         lse_i = lse.load(rows)  # [B, Hq, M, 1]
+        residual_i = None if residual is None else residual.load(rows)  # [B, Hq, M, 1]
         dout_i, delta = dout_and_delta(rows, dout, out, lse_i, dlse, dtype)  # [B, Hq, M, Dv], [B, Hq, M, 1]
         if features.sinks is not None and scores.sinks is not None:
-            part = (sink_weight(scores.sinks, lse_i) * delta).sum(dim=(0, 2, 3))
+            part = (sink_weight(scores.sinks, lse_i, residual_i) * delta).sum(dim=(0, 2, 3))
             features.sinks.add(-part, lambda x: x[slab.heads_q])
         # exp(s - inf) is 0: rows that see no key have no probabilities, even if their scores are NaN or infinite
         lse_i = torch.where(lse_i == -torch.inf, torch.inf, lse_i)
@@ -82,7 +84,8 @@ def backward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, 
             k_j, v_j = k.load(tile.keys).to(dtype), v.load(tile.keys).to(dtype)  # [B, Hkv, N, D], [B, Hkv, N, Dv]
             product = unfold_groups(q_i @ k_j.transpose(-1, -2), groups)  # [B, Hq, M, N]
             visible = scores.visible(tile, q.exists(rows), k.exists(tile.keys))
-            p = torch.exp(scores.forward(product, tile, visible) - lse_i)
+            s = scores.forward(product, tile, visible) - lse_i
+            p = torch.exp(s if residual_i is None else s - residual_i)
             if visible is not None:
                 p = torch.where(visible, p, 0)
             dp = unfold_groups(dout_i @ v_j.transpose(-1, -2), groups)  # [B, Hq, M, N]

@@ -5,15 +5,15 @@ from torch import Tensor
 from ...call.call import Call, Gradients, Needs
 from ...call.plan import Plan
 from ...call.problem import accumulation_dtype
-from ..blockwise.lse_shape import lse_to_rows, rows_to_lse
+from ..blockwise.lse_shape import lse_to_rows, row_stats_to_rows, rows_to_row_stats
 from . import backward as backward_pass
 from . import forward as forward_pass
 from .backward import Saved
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
-    out, lse = forward_pass.forward(call, plan.tile, accumulation_dtype(call.tensors.q.dtype))
-    return out, rows_to_lse(call, lse)
+    out, *row_stats = forward_pass.forward(call, plan.tile, accumulation_dtype(call.tensors.q.dtype))
+    return out, rows_to_row_stats(call, *row_stats)
 
 
 def backward(
@@ -21,5 +21,5 @@ def backward(
 ) -> Gradients:
     dtype = accumulation_dtype(call.tensors.q.dtype)
     dlse_rows = None if dlse is None else lse_to_rows(call, dlse)
-    saved = Saved(out, lse_to_rows(call, lse), dout, dlse_rows)
+    saved = Saved(out, *row_stats_to_rows(call, lse), dout, dlse_rows)
     return backward_pass.backward(call, needs, plan.tile, dtype, saved)

@@ -18,29 +18,32 @@ from ..blockwise.tiles import Rows, Side, Slab, TileShape, fold_groups, slabs, u
 from .loop import row_blocks, tiles
 
 
-def forward(call: Call, shape: TileShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`out [B, Hq, Sq, Dv]` or `[Tq, Hq, Dv]` in `out_dtype`, and `lse [..., 1]` in `dtype`."""
+def forward(call: Call, shape: TileShape, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """`out [B, Hq, Sq, Dv]` or `[Tq, Hq, Dv]` in `out_dtype`, and `lse [..., 1]` and its residual in `dtype`."""
     tensors = call.tensors
     queries, keys = Side(call, keys=False), Side(call, keys=True)
     num_heads = tensors.q.shape[1]
     out = queries.buffer(tensors.q, num_heads, tensors.v.shape[-1], out_dtype(tensors))
     lse = queries.buffer(tensors.q, num_heads, 1, dtype, fill=-torch.inf)
+    residual = queries.buffer(tensors.q, num_heads, 1, dtype)
     for slab in slabs(call, queries, keys, shape):
-        forward_slab(call, slab, shape, dtype, slab.query_rows(out), slab.query_rows(lse))
-    return queries.result(out), queries.result(lse)
+        forward_slab(call, slab, shape, dtype, [slab.query_rows(x) for x in (out, lse, residual)])
+    return queries.result(out), queries.result(lse), queries.result(residual)
 
 
-def forward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, out: Rows, lse: Rows) -> None:
+def forward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, results: list[Rows]) -> None:
     scores = Scores(call, slab, dtype)
     for rows in row_blocks(slab, shape):
-        out_i, lse_i = forward_rows(call, slab, shape, scores, rows)
-        out.store(rows, out_i)
-        lse.store(rows, lse_i)
+        for result, of_rows in zip(results, forward_rows(call, slab, shape, scores, rows), strict=True):
+            result.store(rows, of_rows)
 
 
-def forward_rows(call: Call, slab: Slab, shape: TileShape, scores: Scores, rows: slice) -> tuple[Tensor, Tensor]:
-    """`out [B, Hq, M, Dv]` and `lse [B, Hq, M, 1]` of one block of rows. All operations are differentiable, because
-    `transforms` differentiates this function, in forward and reverse mode and to any order.
+def forward_rows(
+    call: Call, slab: Slab, shape: TileShape, scores: Scores, rows: slice
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`out [B, Hq, M, Dv]`, `lse [B, Hq, M, 1]` and its residual for one block of rows. All operations but those of the
+    residual are differentiable, because `transforms` differentiates this function, in forward and reverse mode and to
+    any order.
     """
     tensors, groups, dtype = call.tensors, slab.num_groups, scores.dtype
     q, k, v = slab.query_rows(tensors.q), slab.key_rows(tensors.k), slab.key_rows(tensors.v)
@@ -60,9 +63,10 @@ def forward_rows(call: Call, slab: Slab, shape: TileShape, scores: Scores, rows:
     while subtrees:
         state = softmax.join(subtrees.pop(), state)
     out, lse = softmax.finalize(state)
+    residual = softmax.lse_residual(state.m, state.l.detach(), lse.detach())
     if scores.sinks is not None:  # where the sink takes all the weight, lse is the sink, and moves with it
         lse = torch.where((scores.sinks == torch.inf) & (lse == torch.inf), scores.sinks, lse)
-    return out, lse
+    return out, lse, residual
 
 
 def tile_scores(

@@ -182,7 +182,7 @@ def attend_block(block: RowBlock, shape: TileShape, dtype: torch.dtype, orders_u
     def forward(*flat: Tensor | None) -> tuple[Tensor, Tensor]:
         part = call._replace(tensors=Tensors.from_flat(flat))
         bound = slab.bound_to(part)  # do not capture tensors of another transform's level
-        return forward_rows(part, bound, shape, Scores(part, bound, dtype), rows)
+        return forward_rows(part, bound, shape, Scores(part, bound, dtype), rows)[:2]
 
     leading = (slab.num_sequences, slab.heads_q.stop - slab.heads_q.start, rows.stop - rows.start)  # B, H, M
     widths = (call.tensors.v.shape[-1], 1)

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...call.call import Call, Gradients, Needs, Tensors
+from ...call.call import Call, Gradients, Needs, Tensors, contiguous_lse
 from ...call.plan import Plan
 from ..epilogue import requested_from_rows
 from ..gpu import replay
@@ -47,7 +47,7 @@ def launch_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) ->
     *given, out, lse, dout, dlse, mask_states = recorder.inputs
     assert out is not None
     assert lse is not None
-    out, lse = recorder.op(rows_last, out), recorder.op(Tensor.contiguous, lse)
+    out, lse = recorder.op(rows_last, out), recorder.op(contiguous_lse, out, lse)
     dout = recorder.op(no_gradient, out) if dout is None else recorder.op(rows_last, dout)
     call = with_contiguous_keys(recorder, call._replace(tensors=Tensors.from_flat(given)))
     if not needs.bias:  # whose gradient has its shape

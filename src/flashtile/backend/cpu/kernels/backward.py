@@ -189,10 +189,15 @@ class BackwardKernel(Kernel):
             at = w.lse_offsets[r]
             row_lse = lse[at]
             w.lse[r] = row_lse * self.variant.score_unit
+            if self.variant.natural_units:
+                residual = a.integer("residual")
+                w.residual[r] = code.select(residual.differs(0), lse[at + residual], 0.0)
             with code.if_then(dlse.is_null().equals(0)):
                 w.delta[r] = w.delta[r] - dlse[at]
             with code.if_then((r >= num_valid) | row_lse.equals(-math.inf)):
                 w.lse[r], w.delta[r] = infinity, code.real(0)
+                if self.variant.natural_units:
+                    w.residual[r] = code.real(0)
                 with code.if_then(cleared | row_lse.equals(-math.inf)):
                     self.clear_row(r)
             with code.if_then((r < num_valid) & self.task.split.equals(0)):
@@ -246,6 +251,8 @@ class BackwardKernel(Kernel):
                 row = n * code.lanes
                 final = final_score(code, a, variant, tables, panel, w.scores.vector(at + row), row, key, j)
                 difference = final.score - w.lse.vector(row)
+                if variant.natural_units:
+                    difference = difference - w.residual.vector(row)
                 p = exp2(code, difference * variant.to_exp2 if variant.natural_units else difference)
                 visible = final.visible
                 if edge:

@@ -8,6 +8,7 @@ from .elementary import LN2, LOG2E, exp2, log2
 from .formats import store, store_vector
 from .kernel import COUNTERS, Kernel
 from .operands import BYTE, LONG, Pointer, Value
+from .softmax import residual
 from .tiles import num_valid_rows
 
 
@@ -39,7 +40,10 @@ def combine_row(kernel: Kernel, row: Value) -> None:
     with code.loop(0, splits) as n:
         part = n * total_rows + at
         x = code.splat(lses[part])
-        weight = code.select(x.equals(m.get()), code.full(1.0), exp2(code, (x - m.get()) * LOG2E))
+        difference = code.select(x.equals(m.get()), code.full(), x - m.get())
+        if kernel.variant.natural_units:
+            difference = difference + lses[splits * total_rows + part]
+        weight = exp2(code, difference * LOG2E)
         total.set(total.get() + weight)
         source = outputs + part * width
         with code.loop(0, full, code.lanes) as d:
@@ -54,6 +58,9 @@ def combine_row(kernel: Kernel, row: Value) -> None:
         out[d] = out[d] / w.alpha[0]
     w.alpha.store(log2(code, total.get()) * LN2 + m.get())
     a.pointer("lse")[at] = w.alpha[0]
+    if kernel.variant.natural_units:
+        w.alpha.store(residual(code, code.splat(m.get()), total.get(), w.alpha.vector(0)))
+        a.pointer("lse")[at + a.integer("residual")] = w.alpha[0]
     with code.if_else(a.integer("out_is_real").differs(0)) as (real, rounded):
         with real:
             store_row(code, a, out, kernel.variant.real_dtype, w.out_offsets[row], full)

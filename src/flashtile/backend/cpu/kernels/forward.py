@@ -226,6 +226,7 @@ class ForwardKernel(Kernel):
         rows = p * panel.rows
         l, lse_offsets, out_offsets = w.l + rows, w.lse_offsets + rows, w.out_offsets + rows  # noqa: E741
         num_valid = num_valid_rows(code, panel, task, p)
+        residual = w.m + rows  # once the row is finished
         finalize(code, self.variant, panel, w.m + rows, l, w.alpha)
         with code.if_else(a.integer("splits") > 1) as (split, single):
             with split:
@@ -233,11 +234,15 @@ class ForwardKernel(Kernel):
                 with code.loop(0, num_valid) as r:
                     at = before + lse_offsets[r]
                     a.pointer("partial_lse")[at] = l[r]
+                    if self.variant.natural_units:
+                        a.pointer("partial_lse")[at + a.integer("splits") * a.integer("seqlen_total")] = residual[r]
                     partial_offsets[r] = at * a.integer("head_dim_v")
                 self.store_output(p, self.variant.real_dtype, a.pointer("partial_out"), partial_offsets)
             with single:
                 self.store_output(p, self.variant.dtype, a.pointer("out"), out_offsets)
                 store_rows(code, l, a.pointer("lse"), lse_offsets, num_valid)
+                if self.variant.natural_units:
+                    store_rows(code, residual, a.pointer("lse") + a.integer("residual"), lse_offsets, num_valid)
 
 
 def source(variant: Variant, target: Target, kernel_class: type[ForwardKernel] = ForwardKernel) -> str:

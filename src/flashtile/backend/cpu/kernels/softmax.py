@@ -99,14 +99,23 @@ def resolve_infinities(code: Code, panel: Panel, s: Pointer, count: Value, new_m
 
 
 def finalize(code: Code, variant: Variant, panel: Panel, m: Pointer, l: Pointer, inverse: Pointer) -> None:  # noqa: E741
-    """Compute `inverse = 1 / l`, and replace `l` by the log-sum-exp."""
-    lse, inverses = [], []
+    """Compute `inverse = 1 / l`, and replace `l` by the log-sum-exp and, in natural units, `m` by its residual."""
+    lse, inverses, residuals = [], [], []
     for x, y in zip(panel.load(m), panel.load(l), strict=True):
         row_lse = x + log2(code, y) * LN2 if variant.natural_units else (x + log2(code, y)) * LN2
         lse.append(code.select(y.differs(0), row_lse, -math.inf))
         inverses.append(1.0 / y)
+        residuals.append(residual(code, x, y, lse[-1]))
     panel.store(inverses, inverse)
     panel.store(lse, l)
+    if variant.natural_units:
+        panel.store(residuals, m)
+
+
+def residual(code: Code, m: Value, l: Value, lse: Value) -> Value:  # noqa: E741
+    """What rounding has taken from `lse = m + log(l)`; 0 where that is infinite."""
+    infinite = code.intrinsic("llvm.fabs", lse).equals(math.inf)
+    return code.select(infinite, 0.0, (m - lse) + log2(code, l) * LN2)
 
 
 def normalize(code: Code, x: Value, inverse: Value, lse: Value) -> Value:
