@@ -132,7 +132,7 @@ def test_dtypes_of_what_is_added(name: str, dtype: torch.dtype) -> None:
             assert case.run("cpu")[f"d{name}"].dtype is dtype
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 5])
+@pytest.mark.parametrize("num_splits", [1, 2, 5, 10**9])
 @pytest.mark.parametrize("backend", EVERY)
 def test_num_splits(backend: str, num_splits: int) -> None:
     assert_right(dense_case(causal=True, seqlen_k=200, num_splits=num_splits), backend)

@@ -85,6 +85,15 @@ def score_units(call: Call) -> dict[str, Any]:
     }
 
 
+def splits_of(call: Call, planned: int, block_n: int) -> int:
+    """Parts that the keys of a row are split into: those that the call asks for, or the plan's; at most one for each
+    block of keys that there is room for.
+    """
+    k, page_table = call.tensors.k, call.tensors.page_table
+    keys = k.shape[1] * page_table.shape[1] if page_table is not None else k.shape[-2 if k.dim() == 4 else 0]
+    return min(call.settings.num_splits or planned, max(-(-keys // block_n), 1))
+
+
 def window_numbers(call: Call) -> dict[str, Any]:
     """The window's sides, `None` where unlimited, and the shift of the diagonal against `seqlen_k - seqlen_q`."""
     s = call.settings

@@ -10,7 +10,7 @@ from ...call.call import Call, new_rows, row_stats_shape, split_row_stats
 from ...call.plan import Plan
 from ...call.problem import accumulation_dtype
 from ..replays import ForwardReplay
-from ..scalars import rows_last
+from ..scalars import rows_last, splits_of
 from . import arguments as args
 from . import targets, threads, workspace
 from .blocks import BlockTable, table_strides, table_tensors
@@ -115,7 +115,7 @@ def forward_launch(
     panels = -(-plan.tile.rows // rows)
     task_rows = panels * rows, min(plan.tile.rows, panels * rows)
     of_call = lengths(call, values["num_heads_kv"], values["groups"], task_rows[0])
-    splits = least_splits = call.settings.num_splits or plan.num_splits
+    splits = least_splits = splits_of(call, plan.num_splits, workspace.BLOCK_N)
     if call.settings.num_splits is None:
         least_splits = 1
     if out.dtype != q.dtype:  # which the kernel writes as combined results alone

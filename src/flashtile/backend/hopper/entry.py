@@ -17,7 +17,7 @@ from ..gpu.pairs import with_contiguous_keys
 from ..gpu.pointers import Described, Pointers
 from ..gpu.replay import Recorder
 from ..replays import ForwardReplay, Results
-from ..scalars import head_strides, head_terms, rows_last, strides, window_numbers
+from ..scalars import head_strides, head_terms, rows_last, splits_of, strides, window_numbers
 from . import float32
 from .bias_tiles import FORWARD_SHARE, forward_tiles, with_aligned_rows
 from .block_lists import NO_LISTS, NO_POINTERS, mask_states, row_lists
@@ -51,7 +51,7 @@ def forward_config(plan: Plan, call: Call) -> ForwardConfig | Float32Forward:
     if config.kind == "float32" or call.tensors.cu_seqlens_q is not None:
         return config
     chosen = config if num_splits is None else replace(config, divides_last_wave=False)
-    return chosen.with_splits(num_splits or plan.num_splits)
+    return chosen.with_splits(splits_of(call, plan.num_splits, chosen.block_n))
 
 
 def called_forward(plan: Plan, call: Call) -> ForwardConfig | Float32Forward:

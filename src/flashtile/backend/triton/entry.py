@@ -17,7 +17,7 @@ from ..gpu.kernel import Kernel
 from ..gpu.pairs import with_aligned_bias, with_contiguous_keys
 from ..gpu.replay import Recorder
 from ..replays import ForwardReplay, Results
-from ..scalars import lse_strides, rows_last, strides
+from ..scalars import lse_strides, rows_last, splits_of, strides
 from . import arguments as args
 from . import host_products
 from .called import called_tile
@@ -58,8 +58,8 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bo
     out = t.out
     if out is None:
         out = args.new_result(recorder, call, new_rows(t.q, q.shape[1], v.shape[-1], q.dtype), 0)
-    pack_gqa, splits = plan.tile.pack_gqa, call.settings.num_splits or plan.num_splits
-    config = called_tile(plan.tile, call).forward
+    config, pack_gqa = called_tile(plan.tile, call).forward, plan.tile.pack_gqa
+    splits = splits_of(call, plan.num_splits, config.block_n)
     align = args.alignment([q, k, v, out])
     tiles = args.num_tiles(call, config.block_m, pack_gqa)
     programs = tiles * (q.shape[1] // pack_gqa) * args.dense_batch(q)
