@@ -220,3 +220,13 @@ def test_one_length_for_all_sequences() -> None:
     for wrong in (-1, 10, True, 2**31, 2.0):
         with pytest.raises(ArgumentError, match="`cache_seqlens`"):
             flashtile.attention_with_kvcache(q, cache, cache, cache_seqlens=wrong)
+
+
+@pytest.mark.parametrize("backend", EVERY)
+@pytest.mark.parametrize("softcap", [1e-45, 1e-40, 1e-38, 2.4e38, 3.4e38])
+def test_ends_of_softcap(softcap: float, backend: str) -> None:
+    """A cap that changes nothing, and one that leaves no score."""
+    q, k, v = (torch.randn(1, 2, n, 8) for n in (3, 5, 5))
+    out = flashtile.attention(q, k, v, softcap=softcap, backend=backend)
+    expected = flashtile.attention(q, k, v, scale=0.0 if softcap < 1 else None, backend="reference")
+    torch.testing.assert_close(out, expected)

@@ -3,11 +3,12 @@
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..call.call import FEATURES, HEAD_TERMS, SCORE_TERMS, Call, Tensors
 from ..call.features import PER_SEQUENCE_AND_HEAD
-from ..call.problem import LONGEST
+from ..call.problem import LONGEST, accumulation_dtype
 
 # Strides between sequences of score terms that may be `[B, H]`: names, and the places of the terms in `Tensors`.
 HEAD_STRIDES = [
@@ -71,6 +72,16 @@ def head_strides(t: Tensors, absent: int | None = None) -> dict[str, int | None]
     return strides
 
 
+def finite_softcap(call: Call) -> float | None:
+    """The softcap in the range in which its quotients and products with the other factors of scores are finite: beyond
+    it a cap changes no score, and below it scores are 0 to any weight.
+    """
+    if call.settings.softcap is None:
+        return None
+    range_of = torch.finfo(accumulation_dtype(call.tensors.q.dtype))
+    return min(max(call.settings.softcap, range_of.tiny * 2**40), range_of.max / 4)
+
+
 def score_units(call: Call) -> dict[str, Any]:
     """Factors between products, scores and the argument of exp2: `multiplier` turns products into scores, `factor`
     scores into base-2 exponents. Without score features, `factor` includes the scale and there is no multiplier.
@@ -81,7 +92,7 @@ def score_units(call: Call) -> dict[str, Any]:
     return {
         "factor": s.scale * LOG2E if folded else LOG2E,
         "multiplier": None if folded else s.scale,
-        "softcap": s.softcap,
+        "softcap": finite_softcap(call),
     }
 
 

@@ -14,7 +14,7 @@ from ...call.problem import accumulation_dtype
 from ...expression import Formula
 from ...expression.derivative import Load
 from ...expression.program import TensorType, joined, type_of
-from ..scalars import head_strides, keep_scale, strides_of, threshold
+from ..scalars import finite_softcap, head_strides, keep_scale, strides_of, threshold
 from . import targets
 from .kernels.captured import stored_dtype
 from .kernels.stages import GRADIENT_DIMENSIONS
@@ -190,7 +190,7 @@ def call_scalars(call: Call, variant: Variant, q: Tensor, k: Tensor, v: Tensor) 
     so that calls of one signature share an argument block.
     """
     t, s = call.tensors, call.settings
-    paged = t.page_table is not None
+    paged, softcap = t.page_table is not None, finite_softcap(call)
     values = {
         **ZEROS,
         **strides("q", q),
@@ -211,9 +211,9 @@ def call_scalars(call: Call, variant: Variant, q: Tensor, k: Tensor, v: Tensor) 
         "h0": s.h0,
         "num_heads": call.num_heads,
         "page_size": 1,
-        "factor": s.scale / s.softcap if s.softcap is not None else s.scale * variant.score_unit,
+        "factor": s.scale * variant.score_unit if softcap is None else s.scale / softcap,
         "scale": s.scale,
-        "softcap_scale": 0 if s.softcap is None else s.softcap * variant.score_unit,
+        "softcap_scale": 0 if softcap is None else softcap * variant.score_unit,
     }
     for name, x in (("mask", t.mask), ("bias", t.bias)):
         values |= {} if x is None else pair_strides(name, x)
