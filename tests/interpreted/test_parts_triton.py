@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+import large_terms
 import pytest
 import torch
 from float32_cases import case_of
@@ -105,6 +106,13 @@ def test_pytorch_multiplies_whole_numbers(case: Case) -> None:
     """Where one TF32 product is allowed, which on a CPU is exact; in blocks of at most two heads and 32 rows."""
     with by_pytorch(2 * 16 * 64, tf32=True):
         assert failures(case) == []
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("form", ["bias", "score_mod"])
+def test_a_large_term_in_all_scores_of_rows(form: str, tf32: bool) -> None:
+    with by_pytorch(2 * 16 * 64, tf32=tf32):
+        assert large_terms.failures(form, "triton", *large_terms.inputs(-1e9, rows=20, keys=70)) == []
 
 
 def pairs(rows: int, keys: int) -> torch.Tensor:

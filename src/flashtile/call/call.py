@@ -158,10 +158,9 @@ class Call:
     @property
     def keeps_residual(self) -> bool:
         """Whether forward leaves the residual of lse for backward: what rounding takes from `m + log(l)`. Next to a
-        large number that is added to all scores of a row, as for a padded query, that is all of `log(l)`. GPU kernels,
-        which take scores times `log2(e)`, do not have it.
+        large number that is added to all scores of a row, as for a padded query, that is all of `log(l)`.
         """
-        return self.tensors.q.is_cpu and (self.tensors.bias is not None or self.settings.score_mod is not None)
+        return self.tensors.bias is not None or self.settings.score_mod is not None
 
     @property
     def num_score_tensors(self) -> int:

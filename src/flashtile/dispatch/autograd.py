@@ -174,7 +174,7 @@ class EagerAttention(torch.autograd.Function):
     def forward(ctx: Any, call: Call, *flat: Tensor | None) -> tuple[Tensor, Tensor]:
         results = operators.run_forward(call)
         save_for_backward(ctx, call, results, flat)
-        return results
+        return public_lse(call, results)
 
     backward = Attention.backward  # pyright: ignore[reportAssignmentType]
 

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import large_terms
 import pytest
 import torch
 from float32_cases import case_of
@@ -395,3 +396,11 @@ def test_one_problem_from_each_end() -> None:
         results = {key: x.cpu() for key, x in case.run("triton").items()}
     worst = compare(results, case, solve(case))[0]
     assert worst.ok, worst
+
+
+@pytest.mark.parametrize("term", large_terms.TERMS)
+@pytest.mark.parametrize(("form", "rows"), [("bias", 5), ("bias", 300), ("score_mod", 300), ("split", 5)])
+def test_a_large_term_in_all_scores_of_rows(form: str, rows: int, term: float) -> None:
+    given = [x.cuda() for x in large_terms.inputs(term, rows, keys=600)]
+    assert large_terms.failures(form, "triton", *given) == []
+    assert large_terms.failures(form, "tiled", *given) == []

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call.call import Call, Tensors, lse_shape, new_rows
+from ...call.call import Call, Tensors, lse_shape, new_rows, row_stats_shape, split_row_stats
 from ...call.device import describe_device
 from ...call.plan import Plan
 from ...call.problem import rows_of_page
@@ -73,9 +73,10 @@ def launch_forward(recorder: Recorder, config: ForwardConfig | Float32Forward, c
         return float32.launch_forward(recorder, config, call)
     t = Tensors.from_flat(recorder.inputs)
     out = recorder.new(new_rows(t.q, t.q.shape[1], t.v.shape[-1], t.q.dtype)) if t.out is None else t.out
-    lse = recorder.new(t.q.new_empty(lse_shape(t.q), dtype=torch.float32))
+    row_stats = new_row_stats(recorder, call, t.q)
     if t.q.numel() == 0:
-        return out, lse
+        return out, row_stats
+    lse = recorder.op(lse_of, t.q, row_stats)
     call = with_contiguous_keys(recorder, with_distance_table(recorder, call._replace(tensors=t)))
     call = with_aligned_rows(recorder, call, config, FORWARD_SHARE)
     config, bias_pointers = forward_tiles(call, config)
@@ -91,7 +92,18 @@ def launch_forward(recorder: Recorder, config: ForwardConfig | Float32Forward, c
     if wave.tiles > 0:
         rest, results = of_last_wave(recorder, call, (out, lse), wave.tiles * config.block_m)
         launch_tiles(recorder, config.with_splits(wave.splits), rest, results, lists | bias_pointers, scalars)
-    return (out, lse) if states is None else (out, lse, states)
+    return (out, row_stats) if states is None else (out, row_stats, states)
+
+
+def new_row_stats(recorder: Recorder, call: Call, q: Tensor) -> Tensor:
+    """lse, with a residual of 0 where other backends keep one (`Call.keeps_residual`): these kernels do not."""
+    if not call.keeps_residual:
+        return recorder.new(q.new_empty(lse_shape(q), dtype=torch.float32))
+    return recorder.op(partial(torch.zeros, row_stats_shape(call), dtype=torch.float32, device=q.device))
+
+
+def lse_of(q: Tensor, row_stats: Tensor) -> Tensor:
+    return split_row_stats(q, row_stats)[0]
 
 
 def launch_tiles(

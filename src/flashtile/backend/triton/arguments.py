@@ -68,6 +68,7 @@ def constants(
     compiled = Constants(
         HEAD_DIM=head_dim(t.q.shape[-1], split),
         HEAD_DIM_V=head_dim(t.v.shape[-1], split),
+        NATURAL=call.keeps_residual,
         COMPENSATED=t.q.dtype is torch.float32,
         PRECISION=precision(t.q.dtype, config),
         ALIGN=align,

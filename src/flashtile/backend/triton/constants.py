@@ -21,6 +21,7 @@ class Constants:
 
     HEAD_DIM: HeadDim
     HEAD_DIM_V: HeadDim
+    NATURAL: bool  # scores have a bias or a score_mod: differences of them are taken before any factor
     COMPENSATED: bool  # float32 inputs: sums carry their rounding errors
     PRECISION: str  # of float32 products: "ieee", "tf32x3", "bf16x6" or "tf32"
     ALIGN: int  # elements, the unit of strides

@@ -9,12 +9,13 @@ from torch import Tensor
 from ...call.cache import CacheCall, as_pages, paged_call, rows_in_order, rows_of_table
 from ...call.cache import append_and_rotate as in_operations
 from ...call.cache_tensors import CacheTensors
-from ...call.call import Call, Tensors, lse_shape, new_rows
+from ...call.call import Call, Tensors, new_rows, row_stats_shape, split_row_stats
 from ...call.plan import Plan
 from ..gpu import replay
 from ..gpu.block_lists import block_lists, summary
 from ..gpu.kernel import Kernel
 from ..gpu.pairs import with_aligned_bias, with_contiguous_keys
+from ..gpu.pointers import Described
 from ..gpu.replay import Recorder
 from ..replays import ForwardReplay, Results
 from ..scalars import lse_strides, rows_last, splits_of, strides
@@ -54,7 +55,8 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bo
     call = with_aligned_bias(recorder, with_contiguous_keys(recorder, call), ALIGNED_FROM)
     t = call.tensors
     q, k, v = (recorder.op(rows_last, x) for x in t[:3])
-    lse = args.new_result(recorder, call, q.new_empty(lse_shape(q), dtype=torch.float32), -torch.inf)
+    row_stats = args.new_result(recorder, call, q.new_empty(row_stats_shape(call), dtype=torch.float32), -torch.inf)
+    lse = split_row_stats(q, row_stats)[0]
     out = t.out
     if out is None:
         out = args.new_result(recorder, call, new_rows(t.q, q.shape[1], v.shape[-1], q.dtype), 0)
@@ -63,23 +65,26 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bo
     align = args.alignment([q, k, v, out])
     tiles = args.num_tiles(call, config.block_m, pack_gqa)
     programs = tiles * (q.shape[1] // pack_gqa) * args.dense_batch(q)
-    partial_lse, partial_out, semaphores = None, None, None
+    partials: dict[str, Tensor | None] = dict.fromkeys(("partial_out", "partial_lse", "partial_residual"))
+    semaphores = None
     if splits > 1:
         # Partial results have the rows of lse: [splits, B, H, S, Dv] or [splits, H, T, Dv].
         rows = splits, *lse.shape
         layouts = {"partial_out": ((*rows, v.shape[-1]), torch.float32), "partial_lse": (rows, torch.float32)}
-        partial_out, partial_lse = recorder.workspace(lse, layouts).values()
+        layouts |= {"partial_residual": (rows, torch.float32)} if call.keeps_residual else {}
+        partials |= recorder.workspace(row_stats, layouts)
         semaphores = recorder.op(partial(new_semaphores, q.device, programs))
     whole = pack_gqa == 1 and splits == 1 and config.block_m > TRANSPOSED_ROWS
     sizes = config.block_m, config.block_n
     states = summary(recorder, call, *sizes) if whole else None
     lists, list_strides = block_lists(recorder, call, *sizes, states) if whole else ({}, {})
-    partials = {"partial_out": partial_out, "partial_lse": partial_lse, "semaphores": semaphores}
+    residual = Described(row_stats, Tensor.__getitem__, 1) if call.keeps_residual else None
+    results = {"out": out, "lse": row_stats, "residual": residual, "semaphores": semaphores}
     launch(
         recorder,
         call,
         FORWARD,
-        args.pointers(recorder, call, q, k, v) | partials | {"sinks": t.sinks, "out": out, "lse": lse} | lists,
+        args.pointers(recorder, call, q, k, v) | partials | results | {"sinks": t.sinks} | lists,
         programs * splits,
         {
             **args.shared_scalars(call, q, k, v, align),
@@ -87,11 +92,11 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bo
             **strides("out", out, align),
             **lse_strides(lse),
             **args.constants(call, config, align, pack_gqa, splits, in_order),
-            "stride_partials_split": None if partial_lse is None else partial_lse.stride(0),
+            "stride_partials_split": None if splits == 1 else lse.numel(),
             "num_tiles": tiles,
         },
     )
-    return (out, lse) if states is None else (out, lse, states)
+    return (out, row_stats) if states is None else (out, row_stats, states)
 
 
 def __getattr__(name: str) -> Any:

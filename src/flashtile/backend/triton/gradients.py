@@ -6,8 +6,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...call.call import Call, new_rows
+from ...call.call import Call, new_rows, split_row_stats
 from ..epilogue import RowStats, sum_to_heads
+
+
+def lse_of(out: Tensor, row_stats: Tensor) -> Tensor:
+    return split_row_stats(out, row_stats)[0]
+
+
+def residual_of(row_stats: Tensor) -> Tensor:
+    return row_stats[1]
 
 
 def no_gradient(out: Tensor) -> Tensor:
@@ -46,10 +54,15 @@ def rounded_sums(x: Tensor, sums: Tensor) -> Tensor:
 
 
 def from_row_stats(
-    gradient: Callable[[RowStats], Tensor], sinks: Tensor | None, lse: Tensor, row_stats: Tensor, dlse: Tensor | None
+    gradient: Callable[[RowStats], Tensor],
+    sinks: Tensor | None,
+    row_stats: Tensor,
+    lse: Tensor,
+    residual: Tensor | None,
+    dlse: Tensor | None,
 ) -> Tensor:
     """A gradient from lse and delta, which is the second of the kernels' statistics of a row."""
-    return gradient(RowStats(sinks, lse, row_stats[..., : lse.shape[-1], 1], lse, dlse))
+    return gradient(RowStats(sinks, lse, row_stats[..., : lse.shape[-1], 1], lse, dlse, residual))
 
 
 def slope_gradient(slopes: Tensor, cu_seqlens: Tensor | None, rows: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...call.call import Call, Gradients, Needs, Tensors, contiguous_lse
+from ...call.call import Call, Gradients, Needs, Tensors
 from ...call.plan import Plan
 from ..epilogue import requested_from_rows
 from ..gpu import replay
@@ -18,11 +18,13 @@ from .called import called_tile, multiplies
 from .gradients import (
     from_row_stats,
     in_pages,
+    lse_of,
     no_gradient,
+    residual_of,
     slope_gradient,
 )
 from .host_fused import launch_fused, takes
-from .launches import BackwardLaunches
+from .launches import BackwardLaunches, Rows
 
 ALIGNED_FROM = 128  # rows and keys above which copying a bias with unaligned rows pays
 
@@ -47,18 +49,22 @@ def launch_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) ->
     *given, out, lse, dout, dlse, mask_states = recorder.inputs
     assert out is not None
     assert lse is not None
-    out, lse = recorder.op(rows_last, out), recorder.op(contiguous_lse, out, lse)
+    out, row_stats = recorder.op(rows_last, out), recorder.op(Tensor.contiguous, lse)
     dout = recorder.op(no_gradient, out) if dout is None else recorder.op(rows_last, dout)
     call = with_contiguous_keys(recorder, call._replace(tensors=Tensors.from_flat(given)))
     if not needs.bias:  # whose gradient has its shape
         call = with_aligned_bias(recorder, call, ALIGNED_FROM)
     t = call.tensors
+    lse, residual = recorder.op(lse_of, out, row_stats), None
+    if row_stats.dim() == out.dim():
+        residual = recorder.op(residual_of, row_stats)
+    of_rows = Rows(out, lse, residual, dlse)
     tile = called_tile(plan.tile, call)
     launches = BackwardLaunches(recorder, call, dout, mask_states)
     fused, rows = tile.fused, (launches.q, launches.k, launches.v, out, launches.dout)
     if fused is not None and takes(fused, call, needs, rows):
-        return launch_fused(launches, fused, needs, out, lse, dlse).flat()
-    launches.preprocess(out, lse, dlse)
+        return launch_fused(launches, fused, needs, of_rows).flat()
+    launches.preprocess(of_rows)
     slopes = needs.alibi_slopes
     if multiplies(tile, needs):
         dq, dk, dv, dslopes = host_products.launch_backward(launches, needs)
@@ -74,7 +80,7 @@ def launch_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) ->
         )
     dcaptured = launches.dcaptured(tile.dq, needs.score_mod_tensors)
     from_rows = {
-        name: recorder.op(partial(from_row_stats, gradient), t.sinks, lse, launches.row_stats, dlse)
+        name: recorder.op(partial(from_row_stats, gradient), t.sinks, launches.row_stats, lse, residual, dlse)
         for name, gradient in requested_from_rows(needs, t)
     }
     dq, dk, dv = (dx if needed else None for dx, needed in zip((dq, dk, dv), needs, strict=False))

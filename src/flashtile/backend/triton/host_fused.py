@@ -13,7 +13,7 @@ from ..gpu.kernel import Kernel
 from ..scalars import dlse_strides, lse_strides, strides
 from . import arguments as args
 from .gradients import new_bias_gradients, new_key_rows, slope_gradient, sum_of_splits
-from .launches import BackwardLaunches
+from .launches import BackwardLaunches, Rows
 from .semaphores import new_semaphores
 from .tile_config import FusedConfig
 
@@ -35,12 +35,10 @@ def takes(config: FusedConfig, call: Call, needs: Needs, rows: Sequence[Tensor])
     return needs.q and needs.k and needs.v and near and aligned and bias and not other
 
 
-def launch_fused(
-    launches: BackwardLaunches, config: FusedConfig, needs: Needs, out: Tensor, lse: Tensor, dlse: Tensor | None
-) -> Gradients:
+def launch_fused(launches: BackwardLaunches, config: FusedConfig, needs: Needs, rows: Rows) -> Gradients:
     """The gradients of a call, by one launch."""
     recorder, call = launches.recorder, launches.call
-    t = call.tensors
+    t, (out, lse, _, dlse) = call.tensors, rows
     dq = recorder.new(new_rows(t.q, t.q.shape[1], t.q.shape[-1], t.q.dtype))
     dk, dv = (recorder.new(new_key_rows(call, x)) for x in (t.k, t.v))
     dslopes = recorder.new(slopes_of_splits(config, lse)) if needs.alibi_slopes else None
@@ -65,7 +63,7 @@ def launch_fused(
         "scale": call.settings.scale,
     }
     results = {"dq": dq, "dk": dk, "dv": dv, "dslopes": dslopes, "dbias": dbias, **partials(launches, config)}
-    launches.launch(FUSED, {"out": out, "lse": lse, "dlse": dlse, **results}, programs, scalars)
+    launches.launch(FUSED, {**rows._asdict(), **results}, programs, scalars)
     return Gradients(
         q=dq,
         k=dk,

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call.call import Call, Needs, lse_shape, new_rows
+from ...call.call import Call, Needs, lse_shape, new_rows, row_stats_shape, split_row_stats
 from ...call.problem import power_of_two
 from ..gpu.captured import captured_scalars
 from ..gpu.kernel import Kernel
 from ..gpu.pairs import with_contiguous_keys
-from ..gpu.pointers import Pointers
+from ..gpu.pointers import Described, Pointers
 from ..gpu.precision import allows_tf32
 from ..gpu.replay import Recorder, Results
 from ..scalars import keep_scale, lse_strides, rows_last, strides, threshold
@@ -50,7 +50,9 @@ def launch_forward(recorder: Recorder, call: Call) -> Results:
     sizes = sizes_of(call, parts=by.PARTS)
     blocks = blocks_of(sizes)
     q, k, v = (by.prepared(recorder, folded(recorder, x, heads)) for x in t[:3])
-    lse = recorder.new(t.q.new_empty(lse_shape(t.q), dtype=torch.float32))
+    row_stats = recorder.new(t.q.new_empty(row_stats_shape(call), dtype=torch.float32))
+    lse = split_row_stats(t.q, row_stats)[0]
+    residual = Described(row_stats, Tensor.__getitem__, 1) if call.keeps_residual else None
     out = t.out
     if out is None:
         out = recorder.new(new_rows(t.q, t.q.shape[1], t.v.shape[-1], dtype))
@@ -62,14 +64,14 @@ def launch_forward(recorder: Recorder, call: Call) -> Results:
     p = by.new_probabilities(recorder, s, blocks, dtype)
     shared = call_scalars(call, by.PARTS)
     pointers = without_rows(args.pointers(recorder, call, q, k, v))
-    pointers |= {"sinks": t.sinks, "s": s, "p": p, "lse": lse, "divisors": divisors}
+    pointers |= {"sinks": t.sinks, "s": s, "p": p, "lse": row_stats, "residual": residual, "divisors": divisors}
     for block in blocks:
         recorder.effect(partial(by.multiply_rows, block), s, q_rows, k_rows)
         scalars = {**shared, **block_scalars(sizes, block, by.PARTS), **lse_strides(lse)}
         launch(recorder, call, SOFTMAX, pointers, block.num_heads * block.num_rows, scalars)
         recorder.effect(partial(by.add_over_keys, sizes, block, 1.0, sums.whole), sums.memory, p, v_rows)
         sums.store(block, divisors)
-    return out, lse
+    return out, row_stats
 
 
 def launch_backward(

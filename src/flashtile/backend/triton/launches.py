@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,15 @@ PREPROCESS, DKDV, DQ, DBIAS, DCAPTURED = (
     Kernel(f"{__package__}.kernels.{name}", f"{name}_kernel")
     for name in ("preprocess", "dkdv", "dq", "dbias", "dcaptured")
 )
+
+
+class Rows(NamedTuple):
+    """Results of forward by rows, and the gradient of lse."""
+
+    out: Tensor
+    lse: Tensor
+    residual: Tensor | None  # of lse
+    dlse: Tensor | None
 
 
 class BackwardLaunches:
@@ -76,13 +85,17 @@ class BackwardLaunches:
         self.mask_states = self.mask_states if states is None else states
         return block_lists(self.recorder, self.call, *sizes, states, of_keys=of_keys)
 
-    def preprocess(self, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
-        """Launch `preprocess_kernel`: two values a row, `[B, H, S, 2]` or `[H, T, 2]` with an even S or T."""
+    def preprocess(self, rows: Rows) -> None:
+        """Launch `preprocess_kernel`: two values a row, `[B, H, S, 2]` or `[H, T, 2]` with an even S or T; four of
+        natural scores.
+        """
+        out, lse, _, dlse = rows
         *leading, total_q = lse.shape
-        row_stats = self.recorder.new(lse.new_empty((*leading, total_q + total_q % 2, 2)))
+        values = 4 if self.call.keeps_residual else 2
+        row_stats = self.recorder.new(lse.new_empty((*leading, total_q + total_q % 2, values)))
         align = args.alignment([out, self.dout])
         tiles = -(-total_q // ROWS_AT_ONCE)
-        pointers = {"out": out, "dout": self.dout, "lse": lse, "dlse": dlse, "row_stats": row_stats}
+        pointers = {**rows._asdict(), "dout": self.dout, "row_stats": row_stats}
         programs = tiles * (lse.numel() // max(total_q, 1))
         scalars = {
             **strides("out", out, align),
@@ -96,6 +109,7 @@ class BackwardLaunches:
             "total_q": total_q,
             "ALIGN": align,
             "BLOCK_M": ROWS_AT_ONCE,
+            "NATURAL": self.call.keeps_residual,
             "num_warps": 4,
         }
         self.recorder.launch(PREPROCESS, pointers, programs, scalars)

@@ -9,14 +9,14 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from . import scores
+from . import scores, softmax
 from .kernel import Pointer, Scalar, kernel
 from .masking import key_bounds, mask_fill
 from .parameters import Params, QueryTensor, RowTensor
 from .products import MAX_FLOAT
 from .prologue import HeadInfo, head_info
 from .rng import keep_mask
-from .rows import elements, head_pointer, load_row_stats
+from .rows import elements, head_pointer, load_row_stats, probabilities
 from .sequences import SeqlenInfo
 from .signed_split import store_parts
 from .softmax import INFINITY, LN2, LOG2E
@@ -71,13 +71,21 @@ def visible_keys(params, row, key, exists):
 
 @triton.jit
 def load_scores(s, block, params, row, n, ACCURATE: tl.constexpr, WIDTH: tl.constexpr):
-    """The n-th scores of a row `[1, WIDTH]` as base-2 logarithms, -inf where a key is hidden."""
+    """The n-th scores of a row `[1, WIDTH]`, natural or base-2 logarithms, -inf where a key is hidden."""
+    NATURAL: tl.constexpr = params.scores.bias.data is not None or params.scores.score_mod is not None
     local = n * WIDTH + tl.arange(0, WIDTH)[None, :]
     exists = local < block.pitch * UNIT  # whole vectors
     key = block.first_key * UNIT + local
     product = tl.load(s + row.at * elements(block.pitch, UNIT) + local, mask=exists, other=0.0)
     t = scores.forward(product, params, row.info, row.rows, key, key < params.lengths.total_k, ACCURATE).t
-    return tl.where(visible_keys(params, row, key, key < params.lengths.total_k), t * row.info.factor, -INFINITY)
+    t = t if NATURAL else t * row.info.factor
+    return tl.where(visible_keys(params, row, key, key < params.lengths.total_k), t, -INFINITY)
+
+
+@triton.jit
+def exponent(t, m, NATURAL: tl.constexpr):
+    """The exponent of 2 of a score relative to a maximum."""
+    return (t - subtrahend(m)) * LOG2E if NATURAL else t - subtrahend(m)
 
 
 @triton.jit
@@ -88,31 +96,40 @@ def subtrahend(m):
 
 @kernel
 def softmax_kernel(
-    s: Pointer, p: Pointer, lse: RowTensor, divisors: Pointer, block: ScoreBlock, params: Params, CHUNK: tl.constexpr,
-    WIDTH: tl.constexpr, NUM_BLOCKS: tl.constexpr, PARTS: tl.constexpr, ACCURATE: tl.constexpr,
+    s: Pointer, p: Pointer, lse: RowTensor, residual: Pointer, divisors: Pointer, block: ScoreBlock, params: Params,
+    CHUNK: tl.constexpr, WIDTH: tl.constexpr, NUM_BLOCKS: tl.constexpr, PARTS: tl.constexpr, ACCURATE: tl.constexpr,
 ):  # fmt: skip
     """Store the probabilities of scores `[heads, rows, keys]` and `lse`; parts are `[heads, rows, chunks, 3, CHUNK]`.
     With `divisors [heads, rows]`, which are stored, probabilities have yet to be divided.
     """
     dropout = params.dropout
+    NATURAL: tl.constexpr = params.scores.bias.data is not None or params.scores.score_mod is not None
     program = tl.program_id(0)
     row = score_row(block, params, program // block.num_rows, program % block.num_rows)
     m, l = tl.full([1], -INFINITY, tl.float32), tl.zeros([1], tl.float32)  # noqa: E741
     if params.scores.sinks is not None:  # a key without a value
-        sink = tl.load(params.scores.sinks + row.head).to(tl.float32) * LOG2E + tl.zeros([1], tl.float32)
-        m = tl.ceil(sink)
+        sink = tl.load(params.scores.sinks + row.head).to(tl.float32) + tl.zeros([1], tl.float32)
+        sink = sink if NATURAL else sink * LOG2E
+        m = sink if NATURAL else tl.ceil(sink)
         l = tl.where(m == -INFINITY, 0.0, tl.where(sink == m, 1.0, tl.exp2(sink - m)))  # noqa: E741
     for n in tl.static_range(NUM_BLOCKS):
         t = load_scores(s, block, params, row, n, ACCURATE, WIDTH)
-        # As in `softmax`: the subtrahend is finite and whole, and NaN reaches the sum.
-        row_max = tl.maximum(m, tl.ceil(tl.max(t, 1)))
-        p_i = tl.exp2(t - subtrahend(row_max)[:, None])
-        l = l * tl.exp2(subtrahend(m) - subtrahend(row_max)) + tl.sum(p_i, 1)  # noqa: E741
+        # As in `softmax`: the subtrahend is finite, whole in base 2, and NaN reaches the sum.
+        top = tl.max(t, 1)
+        row_max = tl.maximum(m, top if NATURAL else tl.ceil(top))
+        p_i = tl.exp2(exponent(t, row_max[:, None], NATURAL))
+        l = l * tl.exp2(exponent(subtrahend(m), row_max, NATURAL)) + tl.sum(p_i, 1)  # noqa: E741
         m = row_max
     divisor = tl.where(l == INFINITY, float("nan"), tl.where(l == 0, 1.0, l))
     of_row = tl.arange(0, 1)
     lse_row = head_pointer(lse, row.b, row.head, 1) + row.position
-    tl.store(lse_row + of_row, (m + tl.log2(tl.where(l == 0, 1.0, l))) * LN2)
+    l = tl.where(l == 0, 1.0, l)  # noqa: E741
+    log_l = tl.log2(l)
+    row_lse = m + log_l * LN2 if NATURAL else (m + log_l) * LN2
+    tl.store(lse_row + of_row, row_lse)
+    if residual is not None:
+        of_head = head_pointer(RowTensor(residual, lse.stride_b, lse.stride_h), row.b, row.head, 1)
+        tl.store(of_head + row.position + of_row, softmax.residual(m, l, row_lse))
     weight = 1.0 / divisor
     if dropout.threshold is not None:
         weight *= dropout.keep_scale
@@ -123,7 +140,7 @@ def softmax_kernel(
         local = n * WIDTH + tl.arange(0, WIDTH)[None, :]
         if NUM_BLOCKS > 1:
             t = load_scores(s, block, params, row, n, ACCURATE, WIDTH)
-            p_i = tl.exp2(t - subtrahend(m)[:, None])
+            p_i = tl.exp2(exponent(t, m[:, None], NATURAL))
         if dropout.threshold is not None:
             first_key = block.first_key * UNIT + n * WIDTH
             p_i = tl.where(keep_mask(dropout, row.info.stream, row.rows, first_key, WIDTH), p_i, 0.0)
@@ -150,10 +167,12 @@ def gradient_kernel(
     at_head, row_in_block = tl.program_id(0) // padded_rows, tl.program_id(0) % padded_rows
     in_block = row_in_block < block.num_rows
     row = score_row(block, params, at_head, tl.minimum(row_in_block, block.num_rows - 1))
-    stats_row = head_pointer(row_stats, row.b, row.head, 2) + row.position
+    NATURAL: tl.constexpr = params.scores.bias.data is not None or params.scores.score_mod is not None
     of_row = tl.arange(0, 1)
     row_exists = of_row < tl.where(in_block, 1, 0)
-    lse_i, delta_i = load_row_stats(stats_row + of_row, row_exists)
+    stats_head = head_pointer(row_stats, row.b, row.head, 2)
+    lse_i, delta_i, residual_i = load_row_stats(stats_head, row.position + of_row, row_exists, NATURAL)
+    of_rows = residual_i[:, None] if NATURAL else 0.0
     dslope_i = tl.zeros([1], tl.float32)
     for n in tl.static_range(NUM_BLOCKS):
         local = n * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -164,7 +183,7 @@ def gradient_kernel(
         key_exists = key < params.lengths.total_k
         score = scores.forward(product, params, row.info, row.rows, key, key_exists, ACCURATE)
         shown = visible_keys(params, row, key, key_exists) & in_block
-        p_i = tl.exp2(score.t * row.info.factor - lse_i[:, None])
+        p_i = probabilities(score.t, row.info.factor, lse_i[:, None], of_rows, NATURAL)
         p_kept = p_i
         if params.dropout.threshold is not None:
             first_key = block.first_key * UNIT + n * WIDTH

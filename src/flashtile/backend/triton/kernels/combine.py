@@ -6,6 +6,7 @@ Partial results are merged in the order of the splits: the same call gives the s
 import triton
 import triton.language as tl
 
+from . import softmax
 from .rows import elements
 from .softmax import LN2, LOG2E
 
@@ -24,7 +25,7 @@ def is_last_split(semaphore, splits):
 
 
 @triton.jit
-def combine_splits(partials, out, lse, b, work, CONFIG: tl.constexpr):
+def combine_splits(partials, out, lse, residual, b, work, CONFIG: tl.constexpr):
     """Merge the rows of a tile."""
     PACK_GQA: tl.constexpr = CONFIG.PACK_GQA
     SPLITS: tl.constexpr = CONFIG.SPLITS
@@ -56,9 +57,16 @@ def combine_splits(partials, out, lse, b, work, CONFIG: tl.constexpr):
             partial_out = partials.partial_out + partial_row * DV + d
             y = tl.load(partial_out, mask=exists & (d < DV), other=0.0, cache_modifier=".cg")
             # The maximum drops NaN, the sum does not. Equal infinities have no difference; splits without keys hold 0.
-            weight = tl.where(x == m, 1.0, tl.exp2((x - m) * LOG2E))
+            if CONFIG.NATURAL:
+                r = tl.load(partials.partial_residual + partial_row, mask=exists, other=0.0, cache_modifier=".cg")
+                weight = tl.exp2((tl.where(x == m, 0.0, x - m) + r) * LOG2E)
+            else:
+                weight = tl.where(x == m, 1.0, tl.exp2((x - m) * LOG2E))
             total += weight
             merged += weight * y
         out_rows = out_b + head * stride_out_h + (work.offset + position) * stride_out_m
         tl.store(out_rows + d, (merged / total).to(out.data.dtype.element_ty), mask=exists & (d < DV))
-        tl.store(lse.data + lse_row, m + tl.log2(total) * LN2, mask=exists)
+        row_lse = m + tl.log2(total) * LN2
+        tl.store(lse.data + lse_row, row_lse, mask=exists)
+        if CONFIG.NATURAL:
+            tl.store(residual + lse_row, softmax.residual(m, total, row_lse), mask=exists)

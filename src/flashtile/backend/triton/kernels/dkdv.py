@@ -73,7 +73,12 @@ def dkdv_kernel(
             listed = block_list(params, b, head, work.start // BLOCK_N)
             q_rows = HeadRows(head_pointer(q, b, head, ALIGN) + offset_q * stride_q, stride_q)
             dout_rows = HeadRows(head_pointer(dout, b, head, ALIGN) + offset_q * stride_dout, stride_dout)
-            rows = QueryHead(q_rows, dout_rows, head_pointer(row_stats, b, head, 2) + offset_q, seqlen_q)
+            rows = QueryHead(
+                q_rows,
+                dout_rows,
+                head_pointer(row_stats, b, head, 2) + (2 * offset_q if CONFIG.NATURAL else offset_q),
+                seqlen_q,
+            )
             if not CONFIG.EVEN:
                 dk_j, dv_j = inner_loop(dk_j, dv_j, blocks, listed, key_block, rows, params, info, True, CONFIG)
             dk_j, dv_j = inner_loop(dk_j, dv_j, blocks, listed, key_block, rows, params, info, False, CONFIG)
@@ -101,9 +106,9 @@ def inner_loop(dk_j, dv_j, blocks, listed, tile, rows, params, info, MASKED: tl.
         row = start_m + tl.arange(0, BLOCK_M)
         exists = row < rows.seqlen if MASKED else None
         q_i = load_rows(row_pointers(rows.q, start_m, BLOCK_M), exists, D)  # [M, D]
-        lse_i, delta_i = load_row_stats(rows.row_stats + row, exists)  # [M]
+        lse_i, delta_i, residual_i = load_row_stats(rows.row_stats, row, exists, CONFIG.NATURAL)  # [M]
         dout_i = load_rows(row_pointers(rows.dout, start_m, BLOCK_M), exists, DV)  # [M, Dv]
-        found = transposed_gradient(tile, q_i, dout_i, lse_i, delta_i, row, params, info, MASKED, CONFIG)
+        found = transposed_gradient(tile, q_i, dout_i, lse_i, delta_i, residual_i, row, params, info, MASKED, CONFIG)
         dv_j = add_product(dv_j, None, found.p, dout_i, DV, CONFIG)
         ds = scores.backward(found.ds, found.score, params)
         dk_j = add_product(dk_j, None, ds, q_i, D, CONFIG)

@@ -59,7 +59,7 @@ def inner_loop(state, blocks, q_i, rows, kv, params, info, bounds, CONFIG: tl.co
         kq = inner_products(k_j, q_i, D, CONFIG)  # [N, M]
         t = scores.forward(kq, params, info, rows, keys, keys_exist, False).t
         t = mask_edges(t, -INFINITY, bounds, blocks, start_n, params, info, rows, keys, keys_exist, IN_RANGE)
-        m, alpha, p = softmax.update(RowState(m, state.l, acc), t, info.factor, False, AXIS=0)
+        m, alpha, p = softmax.update(RowState(m, state.l, acc), t, info.factor, False, CONFIG.NATURAL, AXIS=0)
         l = l * alpha[None, :] + p  # noqa: E741
         v_j = load_v_columns(kv, tile, exists, CONFIG)  # [Dv, N]
         acc = add_columns(acc, alpha, p, v_j, DV)

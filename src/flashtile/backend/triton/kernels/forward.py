@@ -38,21 +38,23 @@ class Partials(NamedTuple):
 
     partial_out: Pointer  # and Dv in each row
     partial_lse: Pointer
+    partial_residual: Pointer
     semaphores: Pointer  # one a tile, 0 before and after
     stride_split: Scalar
 
 
 @kernel
 def forward_kernel(
-    q: QueryTensor, k: KeyTensor, v: KeyTensor, out: QueryTensor, lse: RowTensor, partials: Partials, params: Params,
-    CONFIG: tl.constexpr,
+    q: QueryTensor, k: KeyTensor, v: KeyTensor, out: QueryTensor, lse: RowTensor, residual: Pointer, partials: Partials,
+    params: Params, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """`out [B, H, Sq, Dv]` and `lse [B, H, Sq]`, or packed."""
+    """`out [B, H, Sq, Dv]`, `lse [B, H, Sq]` and its residual of natural scores, or packed."""
     ALIGN: tl.constexpr = CONFIG.ALIGN
     PACK_GQA: tl.constexpr = CONFIG.PACK_GQA
     SPLITS: tl.constexpr = CONFIG.SPLITS
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     COMPENSATED: tl.constexpr = CONFIG.COMPENSATED
+    NATURAL: tl.constexpr = CONFIG.NATURAL
     D: tl.constexpr = CONFIG.HEAD_DIM
     DV: tl.constexpr = CONFIG.HEAD_DIM_V
     lengths = params.lengths
@@ -85,7 +87,7 @@ def forward_kernel(
         bounds = key_bounds(params, rows, info.shift, kv.seqlen)
         with_sink = (split == 0) & (work.sequence < lengths.batch)
         acc = few_rows.zeros(BLOCK_M, DV) if TRANSPOSED else zeros(BLOCK_M, DV, COMPENSATED)
-        state = softmax.init(params.scores.sinks, head, with_sink, info.factor, acc, BLOCK_M, COMPENSATED)
+        state = softmax.init(params.scores.sinks, head, with_sink, info.factor, acc, BLOCK_M, COMPENSATED, NATURAL)
         # Few blocks, and loading them is all the work: one loop waits for its first block once.
         if TRANSPOSED:
             state = few_rows.inner_loop(state, blocks, q_i, rows, kv, params, info, bounds, CONFIG)
@@ -110,7 +112,7 @@ def forward_kernel(
                 state = inner_loop(state, blocks, listed, q_i, rows, kv, params, info, bounds, True, BOUNDED, CONFIG)
             state = inner_loop(state, blocks, listed, q_i, rows, kv, params, info, bounds, False, BOUNDED, CONFIG)
 
-        weight, row_lse = softmax.finalize(state, info.factor, COMPENSATED)
+        weight, row_lse, row_residual = softmax.finalize(state, info.factor, COMPENSATED, NATURAL)
         if params.dropout.threshold is not None:
             weight *= params.dropout.keep_scale
         lse_row = b * elements(lse.stride_b, 1) + head * elements(lse.stride_h, 1) + token  # [M]
@@ -119,12 +121,16 @@ def forward_kernel(
         if SPLITS == 1:
             store_rows(out_rows[:, None], out_i, exists, DV)
             tl.store(lse.data + lse_row, row_lse, mask=exists)
+            if NATURAL:
+                tl.store(residual + lse_row, row_residual, mask=exists)
         else:
             partial_row = split * elements(partials.stride_split, 1) + lse_row
             store_rows(partials.partial_out + partial_row[:, None] * DV.WIDTH, out_i, exists, DV)
             tl.store(partials.partial_lse + partial_row, row_lse, mask=exists)
+            if NATURAL:
+                tl.store(partials.partial_residual + partial_row, row_residual, mask=exists)
             if combine.is_last_split(partials.semaphores + program, SPLITS):
-                combine.combine_splits(partials, out, lse, b, work, CONFIG)
+                combine.combine_splits(partials, out, lse, residual, b, work, CONFIG)
 
 
 @triton.jit
@@ -169,7 +175,7 @@ def inner_loop(
             t = mask_fill(s.t, -INFINITY, bounds, params, info, rows, keys, keys_exist, MASKED, BOUNDED)
         else:
             t = mask_edges(s.t, -INFINITY, bounds, edges, start_n, params, info, rows, keys, keys_exist, BOUNDED)
-        m, alpha, p = softmax.update(state, t, info.factor, CONFIG.COMPENSATED)
+        m, alpha, p = softmax.update(state, t, info.factor, CONFIG.COMPENSATED, CONFIG.NATURAL)
         l = softmax.add_row_sums(state, alpha, p, CONFIG.COMPENSATED)  # noqa: E741
         if params.dropout.threshold is not None:
             p = tl.where(keep_mask(params.dropout, info.stream, rows, start_n, BLOCK_N), p, 0.0)

@@ -56,6 +56,7 @@ class Head(NamedTuple):
     out: QueryTensor
     dout: QueryTensor
     lse: RowTensor
+    residual: Pointer
     dlse: QueryTensor
     b: tl.tensor  # int64
     head: tl.tensor
@@ -81,8 +82,8 @@ class TileGradient(NamedTuple):
 @kernel
 def fused_kernel(
     q: QueryTensor, k: KeyTensor, v: KeyTensor, out: QueryTensor, dout: QueryTensor, dq: QueryTensor, dk: KeyTensor,
-    dv: KeyTensor, lse: RowTensor, dlse: QueryTensor, dslopes: RowTensor, dbias: BiasGradient, partials: Partials,
-    heads: SharedHeads, params: Params, scale: Scalar, WALK: tl.constexpr, CONFIG: tl.constexpr,
+    dv: KeyTensor, lse: RowTensor, residual: Pointer, dlse: QueryTensor, dslopes: RowTensor, dbias: BiasGradient,
+    partials: Partials, heads: SharedHeads, params: Params, scale: Scalar, WALK: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Store `dq`, `dk` and `dv`, and those of `dslopes [B, H, Sq]` and `dbias` that are not `None`. `WALK` is over
     "keys", "rows" or nothing; `dslopes` has `Sq` values for each split of a walk over keys.
@@ -92,16 +93,16 @@ def fused_kernel(
     split, program = tl.program_id(0) % heads.splits, tl.program_id(0) // heads.splits
     own_h, own_b = program % heads.tiles_h, program // heads.tiles_h
     if WALK == "keys":
-        given = Head(q, k, v, out, dout, lse, dlse, own_b.to(tl.int64), own_h)
+        given = Head(q, k, v, out, dout, lse, residual, dlse, own_b.to(tl.int64), own_h)
         walk_keys(given, dq, dk, dv, dslopes, partials, split, heads.splits, program, params, scale, CONFIG)
     elif WALK == "rows":
-        given = Head(q, k, v, out, dout, lse, dlse, own_b.to(tl.int64), own_h)
+        given = Head(q, k, v, out, dout, lse, residual, dlse, own_b.to(tl.int64), own_h)
         walk_rows(given, dq, dk, dv, dslopes, partials, split, heads.splits, program, params, scale, CONFIG)
     else:
         total = tl.zeros([N, M], tl.float32)
         for n in tl.range(split, heads.shared_b * heads.shared_h, heads.splits):
             b, head = (own_b + n // heads.shared_h).to(tl.int64), own_h + n % heads.shared_h
-            given = Head(q, k, v, out, dout, lse, dlse, b, head)
+            given = Head(q, k, v, out, dout, lse, residual, dlse, b, head)
             ds = whole_head(given, dq, dk, dv, dslopes, params, scale, CONFIG)
             if dbias.data is not None:
                 total += ds
@@ -231,8 +232,10 @@ def load_row_block(given, start, params, CONFIG: tl.constexpr):
     q_i = load_rows(block_pointers(given.q, b, head, start, given.q.stride_m, M, ALIGN), exists, D)
     out_i = load_rows(block_pointers(given.out, b, head, start, given.out.stride_m, M, ALIGN), exists, DV)
     dout_i = load_rows(block_pointers(given.dout, b, head, start, given.dout.stride_m, M, ALIGN), exists, DV)
-    lse_i, delta_i = row_statistics(out_i, dout_i, given.lse, given.dlse, b, head, row, exists, DV)
-    return RowBlock(row, exists, RowTile(row[:, None], q_i, dout_i, lse_i, delta_i))
+    lse_i, delta_i, residual_i = row_statistics(
+        out_i, dout_i, given.lse, given.residual, given.dlse, b, head, row, exists, DV, CONFIG.NATURAL
+    )
+    return RowBlock(row, exists, RowTile(row[:, None], q_i, dout_i, lse_i, delta_i, residual_i))
 
 
 @triton.jit
@@ -262,7 +265,17 @@ def tile_gradient(keys, rows, first_key, params, info, TRANSPOSED: tl.constexpr,
     q_i, dout_i = rows.tile.q, rows.tile.dout
     if TRANSPOSED:
         found = transposed_gradient(
-            keys, q_i, dout_i, rows.tile.lse, rows.tile.delta, rows.position, params, info, True, CONFIG
+            keys,
+            q_i,
+            dout_i,
+            rows.tile.lse,
+            rows.tile.delta,
+            rows.tile.residual,
+            rows.position,
+            params,
+            info,
+            True,
+            CONFIG,
         )
         ds_t = scores.backward(found.ds, found.score, params).to(q_i.a.dtype)
         return TileGradient(found.p.to(dout_i.a.dtype), tl.trans(ds_t), ds_t, found.ds)

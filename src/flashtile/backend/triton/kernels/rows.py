@@ -143,12 +143,27 @@ def store_rows(pointers, x, exists, D: tl.constexpr):
 
 
 @triton.jit
-def load_row_stats(pointers, exists):
-    """Load lse (base 2) and delta of each row, fp32 `[M]`.
+def load_row_stats(first, row, exists, NATURAL: tl.constexpr):
+    """Load lse (base 2) and delta of each row, fp32 `[M]`; of natural scores, lse as it is and its residual in base 2.
 
     The pair is loaded as one int64: in the layout that a tile wants, each thread loads many of them. Rows that do not
     exist get an infinite lse, which makes their probabilities 0; `exists` is `None` where every row does.
     """
+    pointers = first + (2 * row if NATURAL else row)
     pair = tl.load(pointers) if exists is None else tl.load(pointers, mask=exists, other=0x7F800000)
     low, high = (pair & 0xFFFFFFFF).to(tl.int32), (pair >> 32).to(tl.int32)
-    return low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+    lse, delta = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+    if NATURAL:
+        rest = tl.load(pointers + 1) if exists is None else tl.load(pointers + 1, mask=exists, other=0)
+        return lse, delta, (rest & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+    else:
+        return lse, delta, 0.0
+
+
+@triton.jit
+def probabilities(t, factor, lse, residual, NATURAL: tl.constexpr):
+    """`exp(t - lse)` of scores, from the statistics of their rows, which broadcast to them."""
+    if NATURAL:
+        return tl.exp2((t - lse) * factor - residual)
+    else:
+        return tl.exp2(t * factor - lse)

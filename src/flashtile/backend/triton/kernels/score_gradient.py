@@ -11,7 +11,7 @@ from . import scores
 from .masking import Bounds, mask_fill, within
 from .products import inner_products
 from .rng import keep_mask
-from .rows import Chunks, elements, head_pointer, load_row_stats, load_rows
+from .rows import Chunks, elements, head_pointer, load_row_stats, load_rows, probabilities
 from .scores import Score
 
 
@@ -23,6 +23,7 @@ class RowTile(NamedTuple):
     dout: Chunks  # [M, Dv]
     lse: tl.tensor  # [M]
     delta: tl.tensor  # [M]
+    residual: tl.tensor  # [M] of lse, for natural scores
 
 
 class KeyValueTile(NamedTuple):
@@ -51,11 +52,11 @@ def load_row_tile(q, dout, row_stats, b, head, offset, position, exists, CONFIG:
     DV: tl.constexpr = CONFIG.HEAD_DIM_V
     token = (offset + position)[:, None]
     q_head, dout_head = head_pointer(q, b, head, ALIGN), head_pointer(dout, b, head, ALIGN)
-    stats_head = head_pointer(row_stats, b, head, 2) + offset
+    stats_head = head_pointer(row_stats, b, head, 2)
     q_i = load_rows(q_head + token * elements(q.stride_m, ALIGN), exists, D)
     dout_i = load_rows(dout_head + token * elements(dout.stride_m, ALIGN), exists, DV)
-    lse_i, delta_i = load_row_stats(stats_head + position, exists)
-    return RowTile(position[:, None], q_i, dout_i, lse_i, delta_i)
+    lse_i, delta_i, residual_i = load_row_stats(stats_head, offset + position, exists, CONFIG.NATURAL)
+    return RowTile(position[:, None], q_i, dout_i, lse_i, delta_i, residual_i)
 
 
 @triton.jit
@@ -67,9 +68,10 @@ def score_gradient(
     DV: tl.constexpr = CONFIG.HEAD_DIM_V
     rows, keys_exist = row_tile.position, None if exists is None else exists[None, :]
     lse_i, delta_i = row_tile.lse[:, None], row_tile.delta[:, None]
+    residual_i = row_tile.residual[:, None] if CONFIG.NATURAL else 0.0
     qk = inner_products(row_tile.q, k_j, D, CONFIG)
     s = scores.forward(qk, params, info, rows, keys, keys_exist, CONFIG.COMPENSATED)  # [M, N]
-    p = tl.exp2(s.t * info.factor - lse_i)
+    p = probabilities(s.t, info.factor, lse_i, residual_i, CONFIG.NATURAL)
     dp = inner_products(row_tile.dout, v_j, DV, CONFIG)  # [M, N]
     p_kept = p
     if params.dropout.threshold is not None:
@@ -85,14 +87,15 @@ def score_gradient(
 
 @triton.jit
 def transposed_gradient(
-    tile, q_i, dout_i, lse_i, delta_i, row, params, info, MASKED: tl.constexpr, CONFIG: tl.constexpr
+    tile, q_i, dout_i, lse_i, delta_i, residual_i, row, params, info, MASKED: tl.constexpr, CONFIG: tl.constexpr
 ):  # fmt: skip
     """As `score_gradient`, `[N, M]`, for the keys and values of a `KeyValueTile` and rows at `row [M]`."""
     D: tl.constexpr = CONFIG.HEAD_DIM
     DV: tl.constexpr = CONFIG.HEAD_DIM_V
     kq = inner_products(tile.k, q_i, D, CONFIG)
     s = scores.forward(kq, params, info, row[None, :], tile.position, tile.exists, CONFIG.COMPENSATED)
-    p = tl.exp2(s.t * info.factor - lse_i[None, :])  # [N, M]
+    of_rows = residual_i[None, :] if CONFIG.NATURAL else 0.0
+    p = probabilities(s.t, info.factor, lse_i[None, :], of_rows, CONFIG.NATURAL)  # [N, M]
     visible = None
     if MASKED:  # also for rows past the last one: they repeat its bias, and 0 * NaN is NaN
         visible = within(tile.bounds, row[None, :])
