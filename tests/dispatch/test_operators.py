@@ -138,6 +138,18 @@ def test_settings_and_tensors_travel_through_the_schema() -> None:
         assert layout == "dense" or not missing
 
 
+@pytest.mark.parametrize("name", ["dense", "varlen"])
+def test_no_captured_tensors_are_none_or_an_empty_list(name: str) -> None:
+    """AOTInductor passes an empty list as `None`; programs that were exported earlier have an empty list."""
+    operators = OPERATORS["dense" if CALLS[name].layout == "dense" else "varlen"]
+    backward = arguments_of_backward(CALLS[name])
+    for op, given in ((operators.forward, tuple(operators.arguments(CALLS[name]))), (operators.backward, backward)):
+        place = [argument.name for argument in op._schema.arguments].index("score_mod_tensors")
+        assert given[place] is None
+        for x, y in zip(op(*given), op(*given[:place], [], *given[place + 1 :]), strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
 def test_every_scalar_becomes_its_own_setting() -> None:
     """They go by position from a public function to `new_settings`: keywords would take 2 microseconds more."""
     given = {"causal": "top_left", "window": (3, 4), "scale": 0.3, "softcap": 2.0, "dropout_p": 0.1, "max_seqlen_q": 11}

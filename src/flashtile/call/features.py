@@ -26,7 +26,11 @@ PAIRS = ("B|1", "H|1", "Sq|1", "Sk|1")  # n|1: a dimension that may be broadcast
 PER_HEAD = ("H",)
 PER_SEQUENCE_AND_HEAD = ("B", "H")
 
-SCHEMA_TYPES = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool", str: "str", Sequence[Tensor]: "Tensor[]"}
+# An empty list is `None` for operators: AOTInductor passes it as such (torch 2.13), which `Tensor[]` does not take.
+TENSOR_LIST = "Tensor[]?"
+SCHEMA_TYPES = {
+    Tensor: "Tensor", Sequence[Tensor]: TENSOR_LIST, int: "SymInt", float: "float", bool: "bool", str: "str",
+}  # fmt: skip
 
 
 class Feature(NamedTuple):

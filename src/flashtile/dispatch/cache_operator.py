@@ -18,7 +18,7 @@ from ..call.call import FEATURES as FEATURES_OF_CALLS
 from ..call.call import SETTINGS, Call, Settings, Tensors, lse_shape, new_rows, public_lse
 from ..call.check_cache import check_apart
 from ..call.eager import in_forward_mode
-from ..call.features import CACHE, INDEX
+from ..call.features import CACHE, INDEX, TENSOR_LIST
 from ..call.problem import accumulation_dtype
 from ..dynamo import untraced
 from ..errors import AttentionError
@@ -33,7 +33,7 @@ SCHEMA = ", ".join(
     (
         "Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens",
         *(f"Tensor? {name}" for name in (*OPTIONAL_CACHE, *FEATURES)),
-        "Tensor[] score_mod_tensors",
+        f"{TENSOR_LIST} score_mod_tensors",
         *(f"bool rotary_{name}" for name in RotarySettings._fields),
         *(field.schema(CACHE) for field in OF_CACHE),
     )
@@ -46,7 +46,7 @@ def arguments(
     """A call as the operator takes it."""
     optional = (getattr(features, name) for name in FEATURES)
     scalars = (getattr(settings, field.name) for field in OF_CACHE)
-    return [q, *cache, *optional, list(features.score_mod_tensors), *rotary, *scalars]
+    return [q, *cache, *optional, list(features.score_mod_tensors) or None, *rotary, *scalars]
 
 
 def attend_with_cache(call: CacheCall) -> tuple[Tensor, Tensor]:
@@ -88,7 +88,7 @@ def call_of(q: Tensor, *operands: Any) -> CacheCall:
     rest = values[len(CacheTensors._fields) :]
     named = dict(zip(FEATURES, rest, strict=False))
     modifiers, interleaved, q_fixed, *scalars = rest[len(FEATURES) :]
-    features = Tensors(q, cache.k_cache, cache.v_cache, score_mod_tensors=modifiers, **named)
+    features = Tensors(q, cache.k_cache, cache.v_cache, score_mod_tensors=modifiers or (), **named)
     settings = Settings(**dict(zip([field.name for field in OF_CACHE], scalars, strict=True)))
     return CacheCall(Call(features, settings), cache, RotarySettings(interleaved, q_fixed))
 

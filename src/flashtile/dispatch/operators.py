@@ -88,13 +88,14 @@ class Operators:
     def arguments(self, call: Call) -> list[Any]:
         """A call as the operators take it."""
         values = call.tensors._asdict() | call.settings._asdict()
-        values["score_mod_tensors"] = list(call.tensors.score_mod_tensors)
+        values["score_mod_tensors"] = list(call.tensors.score_mod_tensors) or None
         return [values[name] for name in self.fields]
 
     def call(self, arguments: Sequence[Any]) -> Call:
         """The inverse of `arguments`."""
         values = dict(zip(self.fields, arguments, strict=True))
         tensors = {name: values.pop(name) for name in Tensors._fields if name in values}
+        tensors["score_mod_tensors"] = tensors["score_mod_tensors"] or ()
         return Call(Tensors(**tensors), Settings(**values))
 
     def attend(self, call: Call) -> tuple[Tensor, Tensor]:
