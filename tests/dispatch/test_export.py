@@ -81,6 +81,28 @@ def test_programs_with_and_without_captured_tensors(empty: list[Tensor] | None) 
         torch.testing.assert_close(x, y)
 
 
+@pytest.mark.parametrize("name", ["dense", "packed"])
+def test_jit_trace(name: str, tmp_path: Path) -> None:
+    """Traced with gradients on, as it is mostly called; saved, loaded, and called with other lengths."""
+    call = {
+        "dense": lambda q, k, v: flashtile.attention(q, k, v, causal=True).square(),
+        "packed": lambda q, k, v, cu: flashtile.attention_varlen(q, k, v, cu, cu, causal=True).square(),
+    }[name]
+    example = inputs_of_all("cpu")[name]
+    traced = torch.jit.trace(call, tuple(x.requires_grad_(x.is_floating_point()) for x in example))
+    torch.jit.save(traced, str(tmp_path / "traced.pt"))
+    loaded = torch.jit.load(str(tmp_path / "traced.pt"))
+    longer = [torch.cat([x, x], -2 if name == "dense" else 0) for x in example[:3]]
+    leaves = [x.detach().requires_grad_() for x in longer]
+    others = (offsets(5, 7, 12),) if name == "packed" else ()
+    results = []
+    for function in (loaded, call):
+        out = function(*leaves, *others)
+        results.append([out, *torch.autograd.grad(out.sum(), leaves)])
+    for x, y in zip(*results, strict=True):
+        torch.testing.assert_close(x, y)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_aoti(device: str, tmp_path: Path) -> None:
     """A package of AOTInductor, loaded and called, here and with other values."""

@@ -52,8 +52,10 @@ def attend_with_row_stats(call: Call) -> tuple[Tensor, Tensor]:
         return operator.forward(*operator.arguments(call))
     if torch.is_grad_enabled():
         flat = call.tensors.flat()
-        # Under torch.func, a tensor that is differentiated may be hidden inside another transform's wrapper.
-        if private_torch.maybe_current_level() is not None or requires_grad(flat):
+        # Under torch.func, a tensor that is differentiated may be hidden inside another transform's wrapper. A trace of
+        # torch.jit cannot hold a Python function, and the operator has its own derivative.
+        traced = torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+        if private_torch.maybe_current_level() is not None or (requires_grad(flat) and not traced):
             return applied(Attention, call, *flat)
     return operator.forward(*operator.arguments(call))
 
