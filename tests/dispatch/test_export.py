@@ -9,7 +9,7 @@ from checking import offsets
 from torch import Tensor
 
 import flashtile
-from flashtile import MaskMod, ScoreMod
+from flashtile import MaskMod, ScoreMod, private_torch
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.slow),
@@ -44,9 +44,11 @@ class AllCalls(torch.nn.Module):
         q, k_cache, v_cache, k, v, lengths = cache
         given: dict[str, Any] = {"cache_seqlens": lengths, "k": k, "v": v}
         out = []
-        for more in ({}, {"score_mod": self.score_mod, "mask": self.mask}):
+        functions: list[dict[str, Any]] = [{}, {"score_mod": self.score_mod, "mask": self.mask}]
+        for more in functions:
             out.append(flashtile.attention(*dense, **more))
-            out.append(flashtile.attention_varlen(*packed, packed[-1], **more))
+            varlen: Any = flashtile.attention_varlen
+            out.append(varlen(*packed, packed[-1], **more))
             of_cache = {name: x for name, x in more.items() if name == "score_mod"}
             out.append(flashtile.attention_with_kvcache(q, k_cache, v_cache, **given, **of_cache))
         return out
@@ -77,7 +79,7 @@ def test_programs_with_and_without_captured_tensors(empty: list[Tensor] | None) 
     expected, program = module(**inputs), exported(module, inputs)
     runner = WithEmptyLists(program.module())
     runner.empty = empty
-    for x, y in zip(runner.run(*torch.utils._pytree.tree_leaves(inputs)), expected, strict=True):
+    for x, y in zip(runner.run(*private_torch.tree_leaves(inputs)), expected, strict=True):
         torch.testing.assert_close(x, y)
 
 

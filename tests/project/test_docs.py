@@ -21,7 +21,8 @@ PACKAGE = Path(flashtile.__file__).parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]
 JOURNAL = ROOT / "docs" / "journal"  # entries keep the names of their date
-OPTIONAL = {"transformers.md": "transformers", "diffusers.md": "diffusers"}  # packages that a page is about
+# Packages that a page is about.
+OPTIONAL = {"transformers.md": "transformers", "diffusers.md": "diffusers", "onnx.md": "onnxscript"}
 BLOCK = re.compile(r"^```(python|pycon)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -72,7 +73,7 @@ def test_every_function_has_an_example() -> None:
 def test_examples_of_pages(page: Path) -> None:
     """Blocks of a page share their names, as its reader would run them."""
     if page.name in OPTIONAL:
-        pytest.importorskip(OPTIONAL[page.name], reason=f"needs the extra `{OPTIONAL[page.name]}`")
+        pytest.importorskip(OPTIONAL[page.name], reason=f"needs {OPTIONAL[page.name]}")
     namespace = names()
     for kind, text in BLOCK.findall(page.read_text()):
         if kind == "pycon":
