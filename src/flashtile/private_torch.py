@@ -137,6 +137,10 @@ def skip_lookup_of_backward(function: type[torch.autograd.Function]) -> None:
         node.apply = function.backward
 
 
+def argument_names(operator: Any) -> list[str]:
+    return [argument.name for argument in operator._schema.arguments]
+
+
 def below_autograd() -> bool:
     """Whether operations leave autograd out here, as inside an operator; False where that cannot be known."""
     return _DISPATCH is not None and _DISPATCH[2](_DISPATCH[0].AutogradFunctionality)
@@ -218,15 +222,15 @@ def constant_result(function: Function) -> Function:
     return function
 
 
-def known_equal(a: int, b: int) -> bool:
-    """Whether sizes are equal. Symbols of a trace are if that follows from what is known of them: no guard is added,
-    which would make a graph, or an exported program, one for equal or for other sizes only.
+def known(condition: Any) -> bool:
+    """Whether a condition of numbers holds. That of a trace's symbols does if it follows from what is known of them: no
+    guard is added, which would make a graph, or an exported program, one for some numbers only.
     """
     if not torch.compiler.is_compiling():
-        return a == b
+        return bool(condition)
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    return statically_known_true(a == b)
+    return statically_known_true(condition)
 
 
 def real_object(x: Any) -> Any:

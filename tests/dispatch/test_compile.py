@@ -15,6 +15,7 @@ import flashtile
 from flashtile import ArgumentError, MaskMod, ScoreMod
 from flashtile.backend.cpu import entry, launch
 from flashtile.call.call import DIFFERENTIABLE, Call, Settings, Tensors
+from flashtile.compat.flash_attn import flash_attn_varlen_func
 from flashtile.dispatch import operators
 
 B, HQ, HKV, SQ, SK, D = 2, 4, 2, 12, 20, 8
@@ -179,6 +180,78 @@ def test_lengths_that_change_compile_once_more() -> None:
         inputs = dense_leaves(seqlen, seqlen + 2)
         assert_same(list(compiled(*inputs)), list(plain(*inputs)))
     assert counter.frame_count <= 2
+
+
+def with_numbers(n: Any, m: Any) -> dict[str, Any]:
+    """Every numeric setting of a dense call."""
+    scalars = {"scale": 1 / n, "softcap": n / 7, "dropout_p": 1 / n, "dropout_seed": 3}
+    return scalars | {"window": (m // 3, m // 4), "attention_chunk": m // 2, "num_splits": m // 8}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_numbers_that_follow_from_a_length(packed: bool) -> None:
+    """They stay symbols: one program for all lengths."""
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def call(q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> Any:
+        if packed:
+            return flashtile.attention_varlen(q, k, v, cu, cu, max_seqlen_q=len(q), max_seqlen_k=len(q), scale=len(q))
+        return flashtile.attention(q, k, v, **with_numbers(q.shape[2], q.shape[2]))
+
+    compiled = torch.compile(call, fullgraph=True, backend=counter)
+    for seqlen in (20, 21, 40, 77):
+        inputs = [leaf(seqlen, HQ, D).detach()] * 3 if packed else dense_leaves(seqlen, seqlen)
+        assert torch.equal(compiled(*inputs, offsets(9, seqlen - 9)), call(*inputs, offsets(9, seqlen - 9)))
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("function", [flashtile.attention_varlen, flash_attn_varlen_func])
+def test_longest_sequence_that_is_computed_in_the_graph(function: Callable[..., Tensor]) -> None:
+    """As packing in transformers and TRL does."""
+
+    def call(x: Tensor, cu: Tensor) -> Any:
+        longest = (cu[1:] - cu[:-1]).max().item()
+        return function(x, x, x, cu, cu, max_seqlen_q=longest, max_seqlen_k=longest)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled, x = torch.compile(call, fullgraph=True, backend=counter), leaf(20, HQ, D).detach()
+        for lengths in ((9, 11), (3, 17), (20, 0)):
+            assert torch.equal(compiled(x, offsets(*lengths)), call(x, offsets(*lengths)))
+    assert counter.frame_count == 1
+
+
+def test_computed_numbers_are_checked_when_the_program_runs() -> None:
+    q, k, v = (x.detach() for x in dense_leaves())
+
+    def call(reals: Tensor, integers: Tensor) -> Any:
+        scale, softcap, dropout_p = (x.item() for x in reals)
+        chunk, num_splits = (x.item() for x in integers)
+        reals_of_call = {"scale": scale, "softcap": softcap, "dropout_p": dropout_p, "dropout_seed": 1}
+        return flashtile.attention(q, k, v, attention_chunk=chunk, num_splits=num_splits, **reals_of_call)
+
+    def inputs(**other: float) -> tuple[Tensor, Tensor]:
+        x = {"scale": 0.3, "softcap": 2.0, "dropout_p": 0.5, "attention_chunk": 7, "num_splits": 2} | other
+        return torch.tensor([*x.values()][:3]).double(), torch.tensor([*x.values()][3:])
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        for given in (
+            inputs(),
+            inputs(scale=-1.0, softcap=0.0, dropout_p=0.0, attention_chunk=0),
+            inputs(attention_chunk=2**40, num_splits=3),
+        ):
+            assert torch.equal(compiled(*given), call(*given))
+        for name, values in {
+            "scale": (1e300, float("nan")),
+            "softcap": (-1.0, float("inf")),
+            "dropout_p": (1.0, -0.5),
+            "attention_chunk": (-1,),
+            "num_splits": (0, -2),
+        }.items():
+            for value in values:
+                with pytest.raises(ArgumentError, match=f"`{name}` is"):
+                    compiled(*inputs(**{name: value}))
 
 
 def test_lengths_of_packed_sequences_never_compile_again() -> None:

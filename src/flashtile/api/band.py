@@ -36,7 +36,7 @@ def window_of(function: str, tensors: dict[str, Any], band: Band) -> Band | None
     q, k = tensors["q"], tensors["k"]
     if function != "attention" or not q.dim() == k.dim() == 4:
         return None
-    if private_torch.known_equal(q.shape[2], k.shape[2]):
+    if private_torch.known(q.shape[2] == k.shape[2]):
         return band
     if torch.compiler.is_compiling() or band == CAUSAL:  # lengths may be symbols; `top_left` holds for all
         return None

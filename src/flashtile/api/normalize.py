@@ -98,7 +98,7 @@ def normalize(
     if (cast := in_score_dtype(tensors)) is not tensors:
         tensors, entry = cast, None  # the entry is that of the tensors as they are now
     settings = settings_of(function, q.shape[-1] if q.dim() > 0 else 1, *scalars)
-    if settings.dropout_p > 0:
+    if not private_torch.known(settings.dropout_p == 0):
         seed = seed_of(function, dropout_seed, q.device)
         same_place(function, q, {"dropout_seed": seed})
         tensors = tensors | {"dropout_seed": seed}
@@ -260,7 +260,7 @@ def modifier_of(kind: type[Modifier], value: Any, device: torch.device) -> Modif
 def lengths_of(argument: str, n: Any, q: Any, cu_seqlens_q: Any) -> Tensor:
     """A length or position that all sequences of a KV-cache call share, as the tensor `[B]` of it."""
     number, function = as_int(n), "attention_with_kvcache"
-    if number is None or not 0 <= number < 2**31:
+    if number is None or private_torch.known(number < 0) or private_torch.known(number >= 2**31):
         accepted = "int32 (or int64) [B], or an int from 0 that all sequences share"
         raise ArgumentError(argument, n, accepted, call_of(function))
     require_tensors(function, {"q": q, "cu_seqlens_q": cu_seqlens_q}, ("q",))

@@ -3,7 +3,6 @@
 import functools
 import math
 import operator
-from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
@@ -12,11 +11,17 @@ from torch import Tensor
 
 from ..call.cache_tensors import RotarySettings
 from ..call.call import Settings
+from ..call.numbers import ACCEPTED, LARGEST_INT, Accepted, chunk_within_bounds, unless_zero, within_bounds
 from ..call.window import ExactWindow, Window
 from ..errors import ArgumentError, call_of
 
 DEFAULT_ROTARY = RotarySettings()
-LARGEST_FLOAT = torch.finfo(torch.float32).max
+OF_A_WINDOW = Accepted(
+    -(2**63),
+    LARGEST_INT,
+    "None, or (left, right) of integers, where None or -1 is unlimited; in a flashtile.ExactWindow, None alone",
+    "(127, 0)",
+)
 
 
 def settings_of(function: str, head_dim: int, causal: Any, window: Any, *others: Any) -> Settings:
@@ -51,15 +56,15 @@ def new_settings(
     bounds = window_of(function, causal, window)
     return Settings(
         scale=scale_of(function, scale, head_dim),
-        softcap=softcap_of(function, softcap),
+        softcap=None if softcap is None else unless_zero(number(function, "softcap", softcap)),
         window_left=bounds.left,
         window_right=bounds.right,
         top_left=bounds.top_left,
         attention_chunk=chunk_of(function, attention_chunk),
-        dropout_p=number(function, "dropout_p", dropout_p, "0 <= dropout_p < 1", lambda p: 0 <= p < 1, "0.1"),
-        max_seqlen_q=integer(function, "max_seqlen_q", max_seqlen_q, 0, "the total number of tokens"),
-        max_seqlen_k=integer(function, "max_seqlen_k", max_seqlen_k, 0, "the total number of tokens"),
-        num_splits=integer(function, "num_splits", num_splits, 1, "as many as the backend chooses"),
+        dropout_p=number(function, "dropout_p", dropout_p),
+        max_seqlen_q=integer(function, "max_seqlen_q", max_seqlen_q),
+        max_seqlen_k=integer(function, "max_seqlen_k", max_seqlen_k),
+        num_splits=integer(function, "num_splits", num_splits),
         deterministic=flag(function, "deterministic", deterministic, "True, False or None"),
         backend=backend_name(function, backend),
     )
@@ -76,16 +81,11 @@ def window_of(function: str, causal: Any, window: Any) -> Window:
         sides: list[Any] = [n if n is None else as_int(n) for n in window] if a_pair else []
         unlimited = None if isinstance(window, ExactWindow) else -1
         if not a_pair or any(
-            (n is None and given is not None) or (n is not None and not -(2**63) <= n < 2**63)
+            (n is None and given is not None) or (n is not None and OF_A_WINDOW.excludes(n))
             for n, given in zip(sides, window, strict=True)
         ):
-            accepted = (
-                "None, or (left, right) of integers, where None or -1 is unlimited; in a flashtile.ExactWindow, None "
-                "alone"
-            )
-            raise ArgumentError("window", window, accepted, call_of(function, "window=(127, 0)"))
-        # No sequence is that long, and sums of positions stay within 64 bits.
-        left, right = (None if n is None or n == unlimited or n >= 2**31 else max(n, -(2**31)) for n in sides)
+            raise ArgumentError("window", window, OF_A_WINDOW.words, call_of(function, f"window={OF_A_WINDOW.example}"))
+        left, right = (None if n is None or n == unlimited else within_bounds(n) for n in sides)
     if causal is False:
         return Window(left, right)
     if causal is True:
@@ -97,22 +97,13 @@ def window_of(function: str, causal: Any, window: Any) -> Window:
 
 
 def chunk_of(function: str, chunk: Any) -> int | None:
-    n = integer(function, "attention_chunk", chunk, 0, "no chunks, as for 0")
-    return None if n is None or n == 0 else min(n, 2**31)
+    return chunk_within_bounds(integer(function, "attention_chunk", chunk))
 
 
 def scale_of(function: str, scale: Any, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim) if head_dim > 0 else 1.0
-    accepted = "a number that is finite in float32, or None for head_dim ** -0.5"
-    return number(function, "scale", scale, accepted, lambda x: abs(x) <= LARGEST_FLOAT, "0.125")
-
-
-def softcap_of(function: str, softcap: Any) -> float | None:
-    if softcap is None:
-        return None
-    accepted = "a number above 0 that is finite in float32; None or 0 is no softcap"
-    return number(function, "softcap", softcap, accepted, lambda x: 0 <= x <= LARGEST_FLOAT, "50.0") or None
+    return number(function, "scale", scale)
 
 
 def rotary_of(interleaved: Any, q_fixed: Any) -> RotarySettings:
@@ -124,25 +115,24 @@ def rotary_of(interleaved: Any, q_fixed: Any) -> RotarySettings:
     )
 
 
-def number(
-    function: str, argument: str, value: Any, accepted: str, accepts: Callable[[Any], bool], example: str
-) -> float:
-    x = value
+def number(function: str, argument: str, value: Any) -> float:
+    """The float that a value is, or its symbol."""
+    accepted = ACCEPTED[argument]
+    x: Any = value
     if isinstance(value, Real) and not isinstance(value, int | float):  # NumPy's, whose arithmetic may overflow
         x = float(value)
     a_number = isinstance(x, int | float | torch.SymFloat | torch.SymInt) and not isinstance(x, bool)
-    if not a_number or not accepts(x):
-        raise ArgumentError(argument, value, accepted, call_of(function, f"{argument}={example}"))
-    return float(x)
+    if not a_number or accepted.excludes(x):
+        raise ArgumentError(argument, value, accepted.words, call_of(function, f"{argument}={accepted.example}"))
+    return torch.sym_float(x)  # type: ignore[no-any-return]  # in a trace, a symbol
 
 
-def integer(function: str, argument: str, value: Any, least: int, default: str) -> int | None:
+def integer(function: str, argument: str, value: Any) -> int | None:
     if value is None:
         return None
-    n = as_int(value)
-    if n is None or not least <= n < 2**63:
-        accepted = f"an int from {least}, or None for {default}"
-        raise ArgumentError(argument, value, accepted, call_of(function, f"{argument}=128"))
+    accepted, n = ACCEPTED[argument], as_int(value)
+    if n is None or accepted.excludes(n):
+        raise ArgumentError(argument, value, accepted.words, call_of(function, f"{argument}={accepted.example}"))
     return n
 
 

@@ -28,8 +28,8 @@ PER_SEQUENCE_AND_HEAD = ("B", "H")
 
 # An empty list is `None` for operators: AOTInductor passes it as such (torch 2.13), which `Tensor[]` does not take.
 TENSOR_LIST = "Tensor[]?"
-SCHEMA_TYPES = {
-    Tensor: "Tensor", Sequence[Tensor]: TENSOR_LIST, int: "SymInt", float: "float", bool: "bool", str: "str",
+SCHEMA_TYPES = {  # a `Scalar` may be a symbol, which a `float` may not
+    Tensor: "Tensor", Sequence[Tensor]: TENSOR_LIST, int: "SymInt", float: "Scalar", bool: "bool", str: "str",
 }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from ..call.problem import accumulation_dtype
 from ..dynamo import untraced
 from ..errors import AttentionError
 from . import fast_path
-from .operators import LIBRARY, run_forward
+from .operators import LIBRARY, check_numbers, run_forward
 
 NAME = "attention_with_kvcache"
 OPTIONAL_CACHE = CacheTensors._fields[3:]
@@ -94,7 +94,9 @@ def call_of(q: Tensor, *operands: Any) -> CacheCall:
 
 
 def run(*operands: Any) -> tuple[Tensor, Tensor]:
-    return run_with_cache(call_of(*operands))
+    call = call_of(*operands)
+    check_numbers(NAME, call)
+    return run_with_cache(call)
 
 
 @untraced

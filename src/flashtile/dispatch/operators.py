@@ -32,6 +32,7 @@ from ..call.call import (
 )
 from ..call.eager import in_forward_mode, is_plain_eager
 from ..call.features import Field
+from ..call.numbers import of_program
 from ..call.problem import accumulation_dtype
 from ..dynamo import untraced
 from ..errors import AttentionError
@@ -98,6 +99,12 @@ class Operators:
         tensors["score_mod_tensors"] = tensors["score_mod_tensors"] or ()
         return Call(Tensors(**tensors), Settings(**values))
 
+    def running_call(self, arguments: Sequence[Any]) -> Call:
+        """The call of an operator that runs."""
+        call = self.call(arguments)
+        check_numbers(self.name, call)
+        return call
+
     def attend(self, call: Call) -> tuple[Tensor, Tensor]:
         """`out` and `lse`, without a derivative. Plain eager calls bypass the dispatcher."""
         if not torch.compiler.is_compiling() and is_plain_eager(*call.tensors.flat()):
@@ -123,12 +130,12 @@ class Operators:
                 "a traced or compiled program that contains attention was called in forward mode, which would drop the "
                 "tangent.\n  accepted: forward mode around flashtile.attention(q, k, v) itself, untraced"
             )
-        return run_forward(self.call(arguments))
+        return run_forward(self.running_call(arguments))
 
     def run_backward(
         self, needs: list[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, *arguments: Any
     ) -> tuple[Any, ...]:
-        call = self.call(arguments)
+        call = self.running_call(arguments)
         return in_schema(run_backward(needs, out, lse, dout, dlse, call), call)
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -203,6 +210,15 @@ def run_backward(
         None if gradient is None or (x := inputs[n]) is None else in_dtype(gradient, x.dtype)
         for gradient, n in zip(gradients, differentiable_positions(len(inputs)), strict=True)
     ]
+
+
+def check_numbers(function: str, call: Call) -> None:
+    """Check the settings of an operator that runs, and make them those of an eager call: until now, numbers that a
+    traced program computes were symbols.
+    """
+    call.settings = of_program(function, call.settings)
+    if call.settings.dropout_p == 0 and call.tensors.dropout_seed is not None:
+        call.tensors = call.tensors._replace(dropout_seed=None)
 
 
 def replayed_backward(needs: Sequence[bool], results: Results, call: Call) -> Sequence[Tensor | None] | None:

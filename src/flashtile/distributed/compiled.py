@@ -156,7 +156,7 @@ def prepared(key: str, lengths: Lengths, call: Call, check: bool) -> Prepared:
 
 @untraced
 def run_forward(key: str, *arguments: Any) -> tuple[Tensor, Tensor]:
-    lengths, call = Lengths(*arguments[:5]), DENSE.call(arguments[5:])
+    lengths, call = Lengths(*arguments[:5]), DENSE.running_call(arguments[5:])
     if (context := KNOWN[key].context) is not None and context != sharding.current():
         raise AttentionError(
             "a call that was compiled in context_parallel runs outside of it.\n"
@@ -171,7 +171,7 @@ def run_forward(key: str, *arguments: Any) -> tuple[Tensor, Tensor]:
 def run_backward(
     needs: Sequence[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, key: str, *arguments: Any
 ) -> tuple[Any, ...]:
-    lengths, call = Lengths(*arguments[:5]), DENSE.call(arguments[5:])
+    lengths, call = Lengths(*arguments[:5]), DENSE.running_call(arguments[5:])
     flat = call.tensors.flat()
     positions = differentiable_positions(len(flat))
     with inside_operator(call), torch.enable_grad():

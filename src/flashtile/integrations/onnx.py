@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .. import private_torch
 from ..errors import ArgumentError, AttentionError
 from .optional import require
 
@@ -39,7 +40,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 def refusal(operator: Any) -> Callable[..., Any]:
     """The translation of an operator that has none."""
-    name = operator._schema.name.removeprefix("flashtile::").removesuffix("_forward")
+    name = operator.name().removeprefix("flashtile::").removesuffix("_forward")
 
     def refuse(*_: Any) -> Any:
         raise AttentionError(
@@ -53,7 +54,7 @@ def dense(*arguments: Any) -> Any:
     """`out` and `lse` of a dense call. The exporter removes the nodes of lse where nothing uses it."""
     from onnxscript import opset23 as op  # pyright: ignore - optional
 
-    names = [argument.name for argument in torch.ops.flashtile.attention_forward.default._schema.arguments]
+    names = private_torch.argument_names(torch.ops.flashtile.attention_forward.default)
     call = dict(zip(names, arguments, strict=True))
     refuse_others(call)
     q, k, v, bias = (call[name] for name in ("q", "k", "v", "bias"))
