@@ -101,6 +101,16 @@ def in_jvp() -> bool:
     return maybe_current_level() is not None if nesting is None else nesting > 0
 
 
+_interpreter_stack: Any = find("torch._C._functorch", "get_interpreter_stack", nothing)
+_FUNCTIONALIZE: Any = getattr(find("torch._C._functorch", "TransformType", None), "Functionalize", None)
+
+
+def only_functionalize() -> bool:
+    """Whether torch.func.functionalize is around this, and no other transform; False where that cannot be known."""
+    levels = _interpreter_stack() or ()
+    return len(levels) > 0 and all(level.key() == _FUNCTIONALIZE for level in levels)
+
+
 # Tensors that `torch.autograd.grad(..., is_grads_batched=True)` batches.
 BATCH_LEVELS = range(1, 65)
 add_batch_dim = find("torch", "_add_batch_dim", None)

@@ -440,6 +440,40 @@ def right_or_error(run: Callable[[], Any], expected: Any) -> bool:
     return True
 
 
+@pytest.mark.parametrize("name", ["causal", "packed"])
+def test_functionalize(name: str) -> None:
+    """With grad mode on, and gradients of torch.autograd through it."""
+    example = EXAMPLES[name]()
+    results = []
+    for f in (torch.func.functionalize(example.fused), example.fused):
+        leaves = [leaf(x) for x in example.tensors]
+        outputs = f(*leaves)
+        results.append([outputs, torch.autograd.grad(sum(torch.sin(x).sum() for x in outputs), leaves)])
+    assert_close(*results)
+
+
+@pytest.mark.parametrize("first", [torch.func.grad, torch.func.functionalize])
+def test_functionalize_around_a_transform_is_refused(first: Any) -> None:
+    second = torch.func.grad if first is torch.func.functionalize else torch.func.functionalize
+    x = randn(1, HQ, SQ, D)
+    with pytest.raises(RuntimeError, match="Functionalize"):
+        first(second(lambda x: flashtile.attention(x, x, x).sum()))(x)
+
+
+def test_symbolic_trace() -> None:
+    """The call is one node, with the arguments that are no tensors as constants."""
+
+    class Block(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out, lse = flashtile.attention(q, k=k, v=v, causal=True, return_lse=True)
+            return out + lse[..., None]
+
+    traced = torch.fx.symbolic_trace(Block())
+    assert next(node.target for node in traced.graph.nodes if node.op == "call_function") is flashtile.attention
+    q, k, v = (randn(1, 2, SQ, D, seed=n) for n in range(3))
+    assert_close(traced(q, k, v), Block()(q, k, v))
+
+
 @pytest.mark.parametrize("transform", ["jvp", "grad", "grad of jvp", "vmap of grad", "hessian"])
 def test_make_fx_of_a_transform(transform: str) -> None:
     """The derivative itself, traced into a graph of operations; a small one, for each takes time."""

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
+from torch.overrides import handle_torch_function
 
 from .. import private_torch
 from ..call import sharding
@@ -54,6 +56,10 @@ def public_call(function: Callable[..., Request]) -> Callable[..., Any]:
             result = repeated.run_repeated(name, args, kwargs)
             if result is not NotImplemented:
                 return result
+        if (not args or type(args[0]) not in PLAIN) and not compiling:
+            proxies = [x for x in (*args, *kwargs.values()) if isinstance(x, Proxy)]
+            if proxies:  # torch.fx.symbolic_trace, whose graph gets this function as one node
+                return handle_torch_function(public, proxies, *args, **kwargs)
         if sharding.contexts_open or ((not args or type(args[0]) not in PLAIN) and not compiling):  # a DTensor, perhaps
             results = sharding.run_traced(name, args, kwargs) if compiling else NotImplemented
             if results is NotImplemented:

@@ -50,14 +50,21 @@ def attend_with_row_stats(call: Call) -> tuple[Tensor, Tensor]:
     operator = operators.operators_of(call)
     if torch.compiler.is_compiling():  # in a graph, the operator has its own derivative
         return operator.forward(*operator.arguments(call))
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not operator_differentiates():
         flat = call.tensors.flat()
-        # Under torch.func, a tensor that is differentiated may be hidden inside another transform's wrapper. A trace of
-        # torch.jit cannot hold a Python function, and the operator has its own derivative.
-        traced = torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
-        if private_torch.maybe_current_level() is not None or (requires_grad(flat) and not traced):
+        # Under torch.func, a tensor that is differentiated may be hidden inside another transform's wrapper.
+        if private_torch.maybe_current_level() is not None or requires_grad(flat):
             return applied(Attention, call, *flat)
     return operator.forward(*operator.arguments(call))
+
+
+def operator_differentiates() -> bool:
+    """Whether the operator's own derivative is taken: in a trace of torch.jit, which cannot hold a Python function, and
+    in torch.func.functionalize, which has no rule for one.
+    """
+    if private_torch.maybe_current_level() is None:
+        return torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+    return private_torch.only_functionalize()
 
 
 @untraced
