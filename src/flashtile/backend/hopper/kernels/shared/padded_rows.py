@@ -49,4 +49,4 @@ def block_rows(block, cu_seqlens_q, batch, seqlen_q, BLOCK_M: tl.constexpr):
 @triton.jit
 def token_of(cu_seqlens_q, b, num_tokens):
     """First token of sequence b, clamped to the tokens that exist."""
-    return tl.minimum(tl.maximum(tl.load(cu_seqlens_q + b), 0), num_tokens)
+    return tl.minimum(tl.maximum(tl.load(cu_seqlens_q + b), 0), num_tokens).to(tl.int32)

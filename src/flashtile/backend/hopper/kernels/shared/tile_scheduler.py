@@ -200,8 +200,8 @@ def token_range(cu_seqlens, b, batch, num_tokens):
     """First token and length of a packed sequence. Sequence `batch` holds the tokens outside all sequences."""
     start = gl.load(cu_seqlens + gl.minimum(b, batch))
     stop = gl.load(cu_seqlens + gl.minimum(b + 1, batch))
-    start = gl.minimum(gl.maximum(start, 0), num_tokens)
-    stop = gl.minimum(stop, num_tokens)
+    start = gl.minimum(gl.maximum(start, 0), num_tokens).to(gl.int32)  # offsets may have 64 bits
+    stop = gl.minimum(gl.maximum(stop, 0), num_tokens).to(gl.int32)
     if b >= batch:
         stop = num_tokens
     return start, gl.maximum(stop - start, 0)
