@@ -283,6 +283,20 @@ set_sdp_priority_order = find("torch._C", "_set_sdp_priority_order", None)
 fused_sdp_choice = find("torch", "_fused_sdp_choice", None)
 
 
+has_kernel: Callable[[str, str], bool] = find("torch._C", "_dispatch_has_kernel_for_dispatch_key", true)
+get_kernel = find("torch.library", "get_kernel", None)
+
+
+def registered_kernel(operator: str, key: str) -> Callable[..., Any] | None:
+    """The kernel that an operator has at a dispatch key now, which can be called when another one has taken its place.
+    `None` where there is none, or PyTorch cannot give it.
+    """
+    if get_kernel is None or _DISPATCH is None or not has_kernel(operator, key):
+        return None
+    keys = _DISPATCH[1](getattr(_DISPATCH[0], key))
+    return functools.partial(get_kernel(operator, key).call_boxed, keys)
+
+
 # Examined functions ---------------------------------------------------------------------------------------------------
 
 

@@ -193,25 +193,6 @@ def test_activated_varlen(calls: list[str]) -> None:
         varlen.varlen_attn(*tensors, CU_Q, CU_K, 5, 5, **settings)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_dropout_of_the_operators(packed: bool) -> None:
-    """The state that a GPU's forward pass returns gives its mask again in backward: gradients of a linear loss."""
-    shape = (8, H, E) if packed else (2, 4, H, E)
-    q, k, v, dout = (randn(*shape, seed=n) for n in range(4))
-    place = (CU_Q, CU_Q, 5, 5) if packed else (None, None, 4, 4)
-    more = {"window_size_left": 3, "scale": 0.5}
-    torch.manual_seed(0)
-    out, lse, state, unused, _ = kernels.flash_forward(q, k, v, *place, 0.5, True, False, **more)
-    *_, dv = kernels.flash_backward(dout, q, k, v, out, lse, *place, 0.5, True, state, unused, **more)
-    assert state.dtype is torch.uint64
-    assert_same(((dv * v).sum(), (dout * out).sum()))  # out is linear in v
-    if not packed:
-        views = [x.transpose(1, 2) for x in (q, k, v, dout)]
-        out, lse, *_, state, offset, _ = kernels.sdpa_cuda(*views[:3], 0.5, True)
-        *_, dv = kernels.sdpa_cuda_backward(views[3], *views[:3], out, lse, None, None, 4, 4, 0.5, True, state, offset)
-        assert_same(((dv * views[2]).sum(), (views[3] * out).sum()))
-
-
 def test_activation_is_undone() -> None:
     attention = pytest.importorskip("torch.nn.attention")
     if not hasattr(attention, "register_flash_attention_impl"):

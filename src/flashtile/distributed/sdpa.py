@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import private_torch
 from ..api.attention import attention
+from ..api.signatures import Causal
 from ..call import sharding
 from ..call.eager import PLAIN
 from ..errors import AttentionError
@@ -73,7 +74,7 @@ def sdpa_cpu(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     bias = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())]  # bool ones are numbers here
-    return run(query, key, value, dropout_p, is_causal, scale, bias)
+    return run(query, key, value, dropout_p, "top_left" if is_causal else False, scale, bias)
 
 
 def sdpa_cuda(
@@ -86,6 +87,7 @@ def sdpa_cuda(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
+    """Of other lengths, `is_causal` is aligned to the last query and key."""
     out, lse = run(query, key, value, dropout_p, is_causal, scale, None)
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which has no seed here
     return out, lse, None, None, query.shape[2], key.shape[2], state, state[0], query.new_empty(0)
@@ -96,11 +98,11 @@ def run(
     key: Tensor,
     value: Tensor,
     dropout_p: float,
-    is_causal: bool,
+    causal: Causal,
     scale: float | None,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    given: dict[str, Any] = {"causal": "top_left" if is_causal else False, "scale": scale, "dropout_p": dropout_p}
+    given: dict[str, Any] = {"causal": causal, "scale": scale, "dropout_p": dropout_p}
     if type(query) in PLAIN:
         return attention(query, key, value, bias=bias, return_lse=True, **given)
     # A trace below Dynamo, which has no guard for the context: its graph looks at it.

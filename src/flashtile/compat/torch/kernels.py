@@ -1,7 +1,9 @@
-"""Kernels for PyTorch's operators of flash attention. Shapes, dtypes and strides of results are the originals'.
+"""Kernels for PyTorch's operators of flash attention. Shapes, dtypes, strides and values of results are the originals',
+also the log-sum-exp of rows that see no key: PyTorch's backward pass is right after this forward pass, and the reverse.
 
 Forward calls the public functions. Backward has the saved output and log-sum-exp, and calls the operator in which
-flashtile's own backward pass runs.
+flashtile's own backward pass runs. Dropout stays with PyTorch (`registration.py`): its backward pass repeats no other
+mask than its own.
 """
 
 import functools
@@ -11,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ...api.attention import attention, attention_varlen
-from ..arguments import refuse
+from ...api.signatures import Causal
+from ..arguments import infinite_lse, refuse
 from .sdpa import mask_keyword
 
 SDPA = "torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)"
@@ -32,11 +35,11 @@ def sdpa_cuda(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
+    """Of other lengths, `is_causal` is aligned to the last query and key, as `CausalBias` of PyTorch relies on."""
     if return_debug_mask:
         refuse("return_debug_mask", True, "False", SDPA)
-    state = random_state(query, dropout_p)
-    out, lse = sdpa_forward(query, key, value, None, dropout_p, is_causal, scale, state)
-    return out, lse, None, None, query.shape[2], key.shape[2], state, *unused(query)
+    out, lse = sdpa_forward(query, key, value, None, is_causal, scale)
+    return out, infinite_lse(lse), None, None, query.shape[2], key.shape[2], *unused(query)
 
 
 def sdpa_cuda_backward(
@@ -57,8 +60,7 @@ def sdpa_cuda_backward(
     *,
     scale: float | None = None,
 ) -> Three:
-    settings = {"top_left": is_causal, "dropout_p": dropout_p, "scale": scale_of(scale, query)}
-    settings["dropout_seed"] = seed_of(philox_seed) if dropout_p > 0 else None
+    settings = {"window_right": 0 if is_causal else None, "scale": scale_of(scale, query)}
     return differentiate("attention_backward", grad_out, query, key, value, out, logsumexp, **settings)
 
 
@@ -72,7 +74,9 @@ def sdpa_cpu(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = sdpa_forward(query, key, value, attn_mask, dropout_p, is_causal, scale, None)
+    out, lse = sdpa_forward(query, key, value, attn_mask, "top_left" if is_causal else False, scale)
+    if attn_mask is not None:  # it may hide all keys of a row, whose lse is 0 in PyTorch's kernel
+        lse = lse.masked_fill(lse == -torch.inf, 0)
     return out, lse.mT.contiguous().mT  # the strides of PyTorch's kernel
 
 
@@ -100,17 +104,11 @@ def sdpa_forward(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
+    causal: Causal,
     scale: float | None,
-    state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    causal = "top_left" if is_causal else False
-    seed = None if state is None or dropout_p == 0 else seed_of(state)
     mask = pairs_of(attn_mask, query)
-    return attention(
-        query, key, value, causal=causal, scale=scale, dropout_p=dropout_p, dropout_seed=seed, **mask, return_lse=True
-    )
+    return attention(query, key, value, causal=causal, scale=scale, **mask, return_lse=True)
 
 
 # varlen_attn ---------------------------------------------------------------------------------------------------------
@@ -139,14 +137,11 @@ def flash_forward(
 ) -> tuple[Any, ...]:
     if return_debug_mask:
         refuse("return_debug_mask", True, "False", VARLEN)
-    state = random_state(query, dropout_p)
     settings: dict[str, Any] = {
         "causal": is_causal,
         "window": (side(window_size_left), side(window_size_right)),
         "scale": scale,
         "alibi_slopes": alibi_slopes,
-        "dropout_p": dropout_p,
-        "dropout_seed": seed_of(state) if dropout_p > 0 else None,
         "num_splits": num_splits,
         "return_lse": True,
     }
@@ -159,7 +154,7 @@ def flash_forward(
             settings |= {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
             settings |= {"seqused_k": seqused_k, "page_table": block_table}
             result, lse = attention_varlen(query, key, value, cum_seq_q, cum_seq_k, **settings, out=out)
-    return result, lse, state, *unused(query)
+    return result, infinite_lse(lse), *unused(query)
 
 
 def flash_forward_into(out: Tensor, query: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
@@ -191,8 +186,6 @@ def flash_backward(
         "scale": scale_of(scale, query),
         "window_left": side(window_size_left),
         "window_right": 0 if is_causal else side(window_size_right),
-        "dropout_p": dropout_p,
-        "dropout_seed": seed_of(rng_state) if dropout_p > 0 else None,
     }
     if cum_seq_q is None:
         dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
@@ -221,7 +214,9 @@ def absent(operator: str) -> dict[str, Any]:
 def differentiate(
     operator: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **settings: Any
 ) -> Three:
-    """Gradients of q, k and v."""
+    """Gradients of q, k and v. The lse of a row that sees no key may be PyTorch's, 0 or +inf, as by both the weights of
+    its hidden keys are `exp(-inf - lse) = 0`.
+    """
     tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse.contiguous()}
     settings["deterministic"] = torch.are_deterministic_algorithms_enabled()
     arguments = absent(operator) | tensors | settings
@@ -241,20 +236,10 @@ def side(width: int | None) -> int | None:
     return None if width is None or width < 0 else width
 
 
-def random_state(query: Tensor, dropout_p: float) -> Tensor:
-    """uint64 `[2]`, of which the first is the seed of dropout."""
-    if dropout_p == 0:
-        return torch.zeros(2, dtype=torch.uint64, device=query.device)
-    return torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=query.device).view(torch.uint64)
-
-
-def seed_of(state: Tensor) -> Tensor:
-    return state.view(torch.int64)[:1]
-
-
-def unused(query: Tensor) -> tuple[Tensor, Tensor]:
-    """The offset of a random state, and a mask for debugging."""
-    return torch.zeros((), dtype=torch.uint64, device=query.device), query.new_empty(0)
+def unused(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The seed and offset of dropout, and a mask for debugging."""
+    state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    return state, torch.zeros((), dtype=torch.uint64, device=query.device), query.new_empty(0)
 
 
 def rows_first(x: Tensor) -> Tensor:

@@ -5,17 +5,44 @@ name "flashtile" is in it once this module is imported, which changes no functio
 """
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.library import Library
 from torch.nn import attention as registry
 
+from ... import private_torch
 from ...errors import AttentionError
+from ..arguments import refuse
 from . import kernels
 from .priority import FlashFirst
 
 NAME = "flashtile"
+EXAMPLE = "flashtile.compat.torch.scaled_dot_product_attention(query, key, value, dropout_p=0.1)"
 HAS_REGISTRY = hasattr(registry, "register_flash_attention_impl")
+
+
+# Backward operators that PyTorch has no kernel for on a device: they stay, so that backward may come after `restore`.
+lasting = {key: Library("aten", "IMPL", key) for key in kernels.OPERATORS}
+
+
+def without_dropout(function: Callable[..., Any], name: str, key: str) -> Callable[..., Any]:
+    """A kernel that leaves calls with dropout to PyTorch's own. Backward may run after `restore`, a recomputed forward
+    pass too, and neither would repeat a mask of flashtile's.
+    """
+    theirs = private_torch.registered_kernel(f"aten::{name}", key)
+    place = [x.name for x in getattr(torch.ops.aten, name).default._schema.arguments].index("dropout_p")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if len(args) <= place or args[place] == 0:  # the dispatcher omits defaults
+            return function(*args, **kwargs)
+        if theirs is None:
+            accepted = "0 while flashtile is active, where PyTorch has no kernel to draw its dropout mask"
+            refuse("dropout_p", args[place], accepted, EXAMPLE)
+        return theirs(*args, **kwargs)
+
+    return run
 
 
 class Kernels:
@@ -32,8 +59,10 @@ class Kernels:
                 library = Library("aten", "IMPL", key)
                 self.libraries.append(library)
                 for name, function in operators.items():
-                    if hasattr(torch.ops.aten, name):  # older versions have fewer
-                        library.impl(name, function, key)
+                    if not hasattr(torch.ops.aten, name):  # older versions have fewer
+                        continue
+                    lasts = name.endswith("_backward") and not private_torch.has_kernel(f"aten::{name}", key)
+                    (lasting[key] if lasts else library).impl(name, without_dropout(function, name, key), key)
 
     def remove(self) -> None:
         self.priority.undo()
