@@ -70,6 +70,7 @@ def describe(value: Any) -> str:
         layout = "" if value.layout is torch.strided else f" of layout {value.layout}"
         if value.is_nested:
             return f"a nested tensor ({dtype}, on {value.device})"
-        return f"a tensor {list(value.shape)} ({dtype}, on {value.device}){layout}"
+        kind = "tensor" if type(value) in (torch.Tensor, torch.nn.Parameter) else type(value).__name__
+        return f"a {kind} {list(value.shape)} ({dtype}, on {value.device}){layout}"
     text = " ".join(repr(value).split())
     return f"{type(value).__name__} {text}" if len(text) < 80 else f"{type(value).__name__} {text[:77]}..."

@@ -14,6 +14,7 @@ import pytest
 import torch
 from modules import MODULES
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import flashtile
 from flashtile import ArgumentError, AttentionError, BackendError
@@ -132,6 +133,25 @@ MODIFIERS += [
         "alibi_slopes", torch.rand(4).long(), torch.rand(1, 4), torch.rand(2, 1), torch.rand(2, 4, 1), torch.rand(2)
     ),
     *wrong("sinks", torch.ones(4, dtype=torch.complex64), torch.rand(2, 4), torch.rand(1), torch.rand(5)),
+]
+
+
+class Noted(Tensor):
+    """Data with a note: kernels read it as they read a tensor."""
+
+
+class Described(Tensor):
+    """A class that may answer for its elements by torch functions of its own."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+MODIFIERS += [
+    *wrong("bias", causal_upper_left(5, 7)[None], PAIRS.as_subclass(Described)),
+    *wrong("mask", causal_lower_right(5, 7), (PAIRS > 0).as_subclass(Described)),
+    *wrong("bias", torch.randn(2, 4, 5, 6).as_subclass(Described), call="varlen"),
 ]
 
 # Lengths and pages -------------------------------------------------------------------------------------------------
@@ -354,6 +374,9 @@ def test_numbers_of_numpy_are_numbers(call: str, numpys: dict[str, Any], pythons
         ("dense", {"softcap": 0}),
         ("dense", {"dropout_p": 0}),
         ("dense", {"bias": PAIRS[:1, :1, :1, :1]}),
+        ("dense", {"bias": PAIRS.as_subclass(Noted), "mask": (PAIRS > 0).as_subclass(Noted)}),
+        ("dense", {"bias": torch.nn.Buffer(PAIRS), "sinks": torch.nn.Parameter(PAIRS[0, :, 0, 0])}),
+        ("dense", {"q": Q.as_subclass(Described)}),
         ("dense", {"score_mod": functools.partial(lambda c, score, b, h, i, j: score * c, 2.0)}),
         ("dense", {"k": K[:, :, :0], "v": V[:, :, :0]}),
         ("varlen", {"cu_seqlens_q": CU.long(), "max_seqlen_k": 2**40}),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from flash_formula import assert_gradients_agree, assert_same, formula, gradients, leaves, randn
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as native
 
 import flashtile.compat.torch as names
@@ -27,12 +28,15 @@ SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
     "broadcast": ((3, 1, H, L, E), (2, 1, S, E), (1, 2, H, S, 3)),
     "batch of keys": ((2, H, L, E), (1, H, S, E), (1, H, S, 3)),
     "head of keys": ((2, H, L, E), (2, 1, S, E), (2, 1, S, 3)),
+    "head of values": ((2, H, L, E), (2, H, S, E), (2, 1, S, 3)),
 }
 MASKS: dict[str, Any] = {
     "none": {},
     "causal": {"is_causal": True},
     "scale": {"scale": 0.7},
     "bool": {"attn_mask": MASK[0, 0]},
+    "lower right": {"attn_mask": causal_lower_right(L, S)},
+    "upper left": {"attn_mask": causal_upper_left(L, S)},
     "bool of batch": {"attn_mask": MASK},
     "float": {"attn_mask": randn(L, S)},
     "float of heads": {"attn_mask": randn(H, L, S)},
@@ -69,6 +73,28 @@ def test_sdpa_of_grouped_heads() -> None:
                  native(q, k, k, mask, enable_gqa=True).nan_to_num()))  # fmt: skip
 
 
+@pytest.mark.parametrize("heads", [(2, 1), (1, 4), (4, 2)])
+def test_sdpa_of_keys_and_values_with_other_heads(heads: tuple[int, int]) -> None:
+    inputs = randn(2, H, L, E), randn(2, heads[0], S, E), randn(2, heads[1], S, 3)
+    mine, theirs = leaves(*inputs), leaves(*inputs)
+    out = scaled_dot_product_attention(*mine, MASK, enable_gqa=True)
+    assert_gradients_agree((out, mine), (native(*theirs, MASK, enable_gqa=True), theirs))
+
+
+@pytest.mark.parametrize("mask", [MASK, randn(2, 1, L, S)])
+def test_sdpa_with_a_mask_and_is_causal(mask: Tensor) -> None:
+    """Both hold, as in PyTorch's fused kernel; its other implementation refuses them together."""
+    q, k = randn(2, H, L, E), randn(2, H, S, E)
+    assert_same((scaled_dot_product_attention(q, k, k, mask, is_causal=True), native(q, k, k, mask, is_causal=True)))
+
+
+@pytest.mark.parametrize("bias", [causal_lower_right(L, S), causal_upper_left(L, S), causal_lower_right(S, S)])
+def test_compiled_sdpa_with_causal_bias(bias: Any) -> None:
+    q, k = randn(2, H, L, E), randn(2, H, S, E)
+    compiled = torch.compile(scaled_dot_product_attention, backend="aot_eager", fullgraph=True)
+    assert_same((compiled(q, k, k, bias), native(q, k, k, bias)))
+
+
 def test_sdpa_with_dropout() -> None:
     """A mean over many masks is the output without dropout; the seed is torch's."""
     q = randn(1, 1, 4, E).expand(20_000, 1, 4, E)
@@ -81,8 +107,10 @@ def test_sdpa_with_dropout() -> None:
 
 def test_sdpa_declines() -> None:
     q, k = randn(2, H, L, E), randn(2, 2, S, E)
-    with pytest.raises(ArgumentError, match="`attn_mask`"):
-        scaled_dot_product_attention(q, q, q, MASK, is_causal=True)
+    with pytest.raises(ArgumentError, match="`is_causal`"):
+        scaled_dot_product_attention(q, q, q, causal_upper_left(L, L), is_causal=True)
+    with pytest.raises(ArgumentError, match=r"`attn_mask` is a CausalBias(?s:.)*causal_lower_right\(5, 5\)"):
+        scaled_dot_product_attention(q, q, q, causal_lower_right(L, S))
     with pytest.raises(ArgumentError, match=r"`enable_gqa`(?s:.)*enable_gqa=True\)$"):
         scaled_dot_product_attention(q, k, k)
     with pytest.raises(ArgumentError, match="`query`"):

@@ -14,7 +14,7 @@ from .. import private_torch
 from ..block_mask import BlockMask, is_flex
 from ..call.cache_tensors import CACHE_REQUIRED, CacheTensors, RotarySettings
 from ..call.call import FEATURES, Call, Settings, Tensors
-from ..call.eager import is_plain_eager
+from ..call.eager import PLAIN, has_own_functions, is_plain_eager
 from ..call.features import SCORES
 from ..dispatch import fast_path
 from ..errors import ArgumentError, call_of
@@ -91,6 +91,7 @@ def normalize(
         require_tensors(function, cache._asdict(), CACHE_REQUIRED)
         same_place(function, cache.k_cache, cache._asdict())
     require_tensors(function, tensors, REQUIRED if cache is None else REQUIRED[:3])
+    reject_symbolic(function, tensors)
     q = tensors["q"]
     same_place(function, q, tensors)
     # Caches are written in place, so they keep their dtype.
@@ -117,6 +118,20 @@ def require_tensors(function: str, tensors: dict[str, Any], required: tuple[str,
         or_function = ", a function, a flashtile.MaskMod" * (argument == "mask")
         accepted = f"a torch.Tensor{or_function}" + " or None" * (argument not in required)
         raise ArgumentError(argument, value, accepted, call_of(function))
+
+
+def reject_symbolic(function: str, tensors: dict[str, Any]) -> None:
+    """Refuse a mask or bias that may stand for its elements instead of holding them, as PyTorch's `CausalBias` does.
+    Other tensors of such classes are data, with whatever the class adds to them.
+    """
+    for argument in ("mask", "bias"):
+        x = tensors.get(argument)
+        if x is not None and type(x) not in PLAIN and has_own_functions(type(x)):
+            accepted = (
+                "causal=True (to the lower right) or causal='top_left' in the place of a CausalBias; else the elements "
+                f"themselves, as {argument}.as_subclass(torch.Tensor)"
+            )
+            raise ArgumentError(argument, x, accepted, call_of(function, "causal=True"))
 
 
 def same_place(function: str, q: Tensor, tensors: dict[str, Any]) -> None:

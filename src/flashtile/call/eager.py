@@ -1,11 +1,24 @@
 """Plain eager calls: no mode, trace, profiler, functorch level or tensor subclass around them."""
 
+from typing import Any
+
 from torch import Tensor
 from torch.nn import Parameter
 
 from .. import private_torch
 
 PLAIN = (Tensor, Parameter)
+
+
+@private_torch.constant_result
+def has_own_functions(kind: Any) -> bool:
+    """Whether a class of tensors has torch functions of its own, but no operators: what a tensor means to those
+    functions may not be in its memory, which operators read. The elements of PyTorch's `CausalBias` are never written.
+    """
+    base: Any = Tensor
+    if kind in PLAIN or kind.__torch_dispatch__ != base.__torch_dispatch__:
+        return False
+    return getattr(kind.__torch_function__, "__func__", None) not in (None, base.__torch_function__.__func__)
 
 
 def in_forward_mode() -> bool:

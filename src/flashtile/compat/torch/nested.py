@@ -1,11 +1,12 @@
 """Nested tensors of the jagged layout: their values are packed sequences, their offsets `cu_seqlens`."""
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...api.attention import attention_varlen
+from ...api.signatures import Causal
 from ..arguments import refuse
 
 EXAMPLE = (
@@ -19,7 +20,7 @@ def nested_attention(
     value: Tensor,
     attn_mask: Tensor | None,
     dropout_p: float,
-    causal: Literal[False, "top_left"],
+    causal: Causal,
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:

@@ -1,11 +1,14 @@
 """PyTorch's `scaled_dot_product_attention`: its arguments as those of `flashtile.attention`."""
 
-from typing import Any, Literal
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from ...api.attention import attention
+from ...api.signatures import Causal
 from ..arguments import refuse
 from .nested import nested_attention
 
@@ -31,11 +34,11 @@ def scaled_dot_product_attention(
     Args:
         query: `[..., Hq, L, E]`, or `[L, E]`; any leading dimensions, which broadcast with those of key and value.
         key: `[..., Hkv, S, E]`.
-        value: `[..., Hkv, S, Ev]`.
+        value: `[..., Hkv, S, Ev]`; one head broadcasts, as one of key does.
         attn_mask: broadcasts to `[..., Hq, L, S]`: bool, True is visible, or of q's dtype or float32, added to the
-            scores. A floating-point mask has a gradient.
+            scores. A floating-point mask has a gradient. Or a `torch.nn.attention.bias.CausalBias`.
         dropout_p: probability of dropping a weight, `0 <= p < 1`; applies whenever it is above 0.
-        is_causal: key j is visible iff `j <= i` (top-left), without `attn_mask`.
+        is_causal: key j is visible iff `j <= i` (top-left). With a tensor `attn_mask`, both hold.
         scale: factor of the products; `E ** -0.5` if `None`.
         enable_gqa: key and value may have fewer heads than query.
 
@@ -45,23 +48,37 @@ def scaled_dot_product_attention(
         `[..., Hq, L, Ev]` in q's dtype, nested as query; rows that see no key are 0.
 
     Raises:
-        ArgumentError: an argument is not what it should be; both `attn_mask` and `is_causal`; other heads without
-            `enable_gqa`.
+        ArgumentError: an argument is not what it should be; a `CausalBias` with `is_causal`, or to the lower right for
+            other lengths than those of the call; other heads without `enable_gqa`.
     """
-    if is_causal and attn_mask is not None:
-        accepted = "None with is_causal=True; flashtile.attention takes `mask` or `bias` with causal='top_left'"
-        refuse("attn_mask", attn_mask, accepted, EXAMPLE)
-    causal: Literal[False, "top_left"] = "top_left" if is_causal else False
+    causal: Causal = "top_left" if is_causal else False
+    if isinstance(attn_mask, CausalBias):
+        causal, attn_mask = causal_of(attn_mask, query, key, is_causal), None
     if query.is_nested or key.is_nested or value.is_nested:
         return nested_attention(query, key, value, attn_mask, dropout_p, causal, scale, enable_gqa)
     if query.dim() == key.dim() == value.dim() == 4:
-        batch, heads = query.shape[0], query.shape[1]
-        if key.shape[0] == batch and value.shape[0] == batch and (enable_gqa or key.shape[1] == heads):
+        batch, heads = key.shape[0], key.shape[1]
+        same = query.shape[0] == batch == value.shape[0] and value.shape[1] == heads
+        if same and (enable_gqa or query.shape[1] == heads):
             if attn_mask is None:
                 return attention(query, key, value, causal=causal, scale=scale, dropout_p=dropout_p)
             keyword = mask_keyword(attn_mask, query.shape[:1])
-            return attention(query, key, value, scale=scale, dropout_p=dropout_p, **keyword)
+            return attention(query, key, value, causal=causal, scale=scale, dropout_p=dropout_p, **keyword)
     return with_leading_dimensions(query, key, value, attn_mask, dropout_p, causal, scale, enable_gqa)
+
+
+def causal_of(bias: CausalBias, query: Tensor, key: Tensor, is_causal: bool) -> Causal:
+    """The `causal` that a CausalBias stands for. Its own elements are memory that nobody has written."""
+    rows, keys = bias.seq_len_q, bias.seq_len_kv
+    if is_causal:
+        refuse("is_causal", is_causal, f"False with an attn_mask that is a CausalBias of {rows} and {keys}", EXAMPLE)
+    if bias.variant is CausalVariant.UPPER_LEFT or rows == keys:  # as in PyTorch, whatever the lengths of the call
+        return "top_left"
+    given = query.shape[-2], key.shape[-2]
+    if query.is_nested or (rows, keys) != given:
+        accepted = f"causal_lower_right{given}, of the lengths of query and key, where these are not nested"
+        refuse("attn_mask", bias, accepted, EXAMPLE)
+    return True
 
 
 def with_leading_dimensions(
@@ -70,7 +87,7 @@ def with_leading_dimensions(
     value: Tensor,
     attn_mask: Tensor | None,
     dropout_p: float,
-    causal: Literal[False, "top_left"],
+    causal: Causal,
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
@@ -89,6 +106,9 @@ def with_leading_dimensions(
         )
     if not enable_gqa:
         q, k, v = (x.expand(*x.shape[:-3], max(heads), -1, -1) for x in (q, k, v))
+    elif 0 < k.shape[-3] != v.shape[-3] > 0:
+        common = math.lcm(k.shape[-3], v.shape[-3])
+        k, v = (x.repeat_interleave(common // x.shape[-3], dim=-3) for x in (k, v))
     lead = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
     q, k, v = (x.expand(*lead, -1, -1, -1).reshape(-1, *x.shape[-3:]) for x in (q, k, v))
     keyword = {} if attn_mask is None else mask_keyword(attn_mask, lead)
