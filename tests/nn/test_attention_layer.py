@@ -148,3 +148,24 @@ def test_wrong_calls() -> None:
 
 def test_repr() -> None:
     assert "num_heads=4, num_kv_heads=1, head_dim=16, causal=True, rotary_dim=8" in repr(drawn("rotary"))
+
+
+@pytest.mark.parametrize("weights", [torch.float32, F64])
+def test_a_cache_under_autocast(weights: torch.dtype) -> None:
+    """It has the dtype of the projected tokens: autocast's for float32 weights, float64 for float64."""
+    layer = Attention(32, 4, causal=True, rotary_dim=8, dtype=weights)
+    x, expected = torch.randn(2, 5, 32, dtype=weights), torch.bfloat16 if weights == torch.float32 else weights
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        cache = layer.new_cache(2, 8)
+        found = torch.cat([layer(x[:, :3], cache=cache), layer(x[:, 3:], cache=cache)], dim=1)
+        assert cache.k.dtype == cache.v.dtype == expected
+        torch.testing.assert_close(found, layer(x), atol=2e-2, rtol=0)
+
+
+def test_a_cache_of_another_dtype_is_refused_by_its_name() -> None:
+    layer, x = Attention(32, 4, causal=True), torch.randn(2, 5, 32)
+    cache = layer.new_cache(2, 8)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(ArgumentError, match=r"`cache`(?s:.)*layer\.new_cache\(batch, length, dtype=torch\.bfloat16"):
+            layer(x, cache=cache)
+        assert layer(x, cache=layer.new_cache(2, 8, dtype=torch.bfloat16)).shape == x.shape

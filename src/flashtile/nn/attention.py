@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..api.attention import MaskArgument, attention, attention_with_kvcache
+from ..api.out import result_dtype
 from ..call import sharding
 from ..errors import ArgumentError
 from .cache import Cache
@@ -109,7 +110,8 @@ class Attention(nn.Module):
             `[B, S, embed_dim]`.
 
         Raises:
-            ArgumentError: a tensor does not fit; `context` with rotary embeddings or with a cache.
+            ArgumentError: a tensor does not fit; `context` with rotary embeddings or with a cache; a cache of another
+                dtype than that of the projected tokens.
             AttentionError: a gradient is requested with a cache.
         """
         if context is not None and (cache is not None or self.rotary_dim):
@@ -129,6 +131,9 @@ class Attention(nn.Module):
                 q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             out = attention(q, k, v, **self.settings, **more)
         else:
+            if cache.k.dtype != k.dtype:
+                accepted = f"one of {k.dtype}, as the projections are here (torch.autocast counts)"
+                raise ArgumentError("cache", cache.k, accepted, f"layer.new_cache(batch, length, dtype={k.dtype})")
             tables = {"rotary_cos": cache.cos, "rotary_sin": cache.sin, "rotary_interleaved": False}
             where = {"cache_seqlens": cache.lengths, "k": k, "v": v}
             out = attention_with_kvcache(q, cache.k, cache.v, **where, **tables, **self.settings, **more)
@@ -144,10 +149,18 @@ class Attention(nn.Module):
             raise ArgumentError("positions", positions, accepted, "layer(x, positions=torch.arange(x.shape[1]))")
         return tables_of(positions.to(x.device), self.rotary_dim, self.rotary_base)
 
-    def new_cache(self, batch: int, length: int) -> Cache:
-        """An empty cache for `batch` sequences of up to `length` tokens, with the device and dtype of the layer."""
+    def new_cache(self, batch: int, length: int, *, dtype: torch.dtype | None = None) -> Cache:
+        """An empty cache for `batch` sequences of up to `length` tokens, on the device of the layer.
+
+        Args:
+            batch: sequences.
+            length: tokens that each has room for.
+            dtype: that of the projected tokens where the layer is called; `None` is the dtype of the weights, or
+                autocast's inside of `torch.autocast`.
+        """
         weight = self.k_proj.weight
-        k, v = (weight.new_zeros(batch, self.num_kv_heads, length, self.head_dim) for _ in range(2))
+        size, dtype = (batch, self.num_kv_heads, length, self.head_dim), dtype or result_dtype(weight)
+        k, v = (weight.new_zeros(size, dtype=dtype) for _ in range(2))
         tables: tuple[Tensor | None, Tensor | None] = (None, None)
         if self.rotary_dim:
             tables = rotary_tables(length, self.rotary_dim, self.rotary_base, weight.device)
