@@ -96,8 +96,8 @@ def with_leading_dimensions(
         if x.dim() < 2:
             refuse(name, x, "a tensor of at least 2 dimensions", EXAMPLE)
     q, k, v = (x[(None,) * (3 - x.dim())] for x in (query, key, value))  # [..., H, S, E]
-    heads = {q.shape[-3], k.shape[-3], v.shape[-3]}
-    if not enable_gqa and len(heads - {1}) > 1:
+    heads = {q.shape[-3], k.shape[-3], v.shape[-3]} - {1}
+    if not enable_gqa and len(heads) > 1:
         refuse(
             "enable_gqa",
             enable_gqa,
@@ -105,12 +105,12 @@ def with_leading_dimensions(
             f"{EXAMPLE[:-1]}, enable_gqa=True)",
         )
     if not enable_gqa:
-        q, k, v = (x.expand(*x.shape[:-3], max(heads), -1, -1) for x in (q, k, v))
+        q, k, v = (x.expand(*x.shape[:-3], *(heads or {1}), -1, -1) for x in (q, k, v))
     elif 0 < k.shape[-3] != v.shape[-3] > 0:
         common = math.lcm(k.shape[-3], v.shape[-3])
         k, v = (x.repeat_interleave(common // x.shape[-3], dim=-3) for x in (k, v))
     lead = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
-    q, k, v = (x.expand(*lead, -1, -1, -1).reshape(-1, *x.shape[-3:]) for x in (q, k, v))
+    q, k, v = (x.expand(*lead, -1, -1, -1).reshape(math.prod(lead), *x.shape[-3:]) for x in (q, k, v))
     keyword = {} if attn_mask is None else mask_keyword(attn_mask, lead)
     out = attention(q, k, v, causal=causal, scale=scale, dropout_p=dropout_p, **keyword)
     if max(query.dim(), key.dim(), value.dim()) == 2:
@@ -123,5 +123,6 @@ def mask_keyword(attn_mask: Tensor, lead: torch.Size) -> dict[str, Any]:
     mask = attn_mask[(None,) * (4 - attn_mask.dim())] if attn_mask.dim() < 4 else attn_mask
     if len(lead) != 1 or mask.dim() > 4:
         same = all(n == 1 for n in mask.shape[:-3])
-        mask = (mask if same else mask.expand(*lead, -1, -1, -1)).reshape(-1, *mask.shape[-3:])
+        mask = mask if same else mask.expand(*lead, -1, -1, -1)
+        mask = mask.reshape(math.prod(mask.shape[:-3]), *mask.shape[-3:])
     return {"mask" if mask.dtype is torch.bool else "bias": mask}
