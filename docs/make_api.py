@@ -15,8 +15,25 @@ import flashtile.distributed
 
 PAGE = Path(__file__).with_name("api.md")
 GROUPS = {
-    "Functions": ("attention", "attention_varlen", "attention_with_kvcache", "merge_attention", "explain", "backends"),
-    "Classes": ("ScoreMod", "MaskMod", "BlockMask", "ExactWindow", "Explanation", "BackendStatus"),
+    "Functions": (
+        "attention",
+        "attention_varlen",
+        "attention_with_kvcache",
+        "merge_attention",
+        "explain",
+        "calls",
+        "backends",
+    ),
+    "Classes": (
+        "ScoreMod",
+        "MaskMod",
+        "BlockMask",
+        "ExactWindow",
+        "Explanation",
+        "CallCounts",
+        "CallCount",
+        "BackendStatus",
+    ),
     "Score modifications": tuple(f"score_mods.{name}" for name in flashtile.score_mods.__all__),
     "Mask functions": tuple(f"mask_mods.{name}" for name in flashtile.mask_mods.__all__),
     "Many ranks": tuple(

@@ -10,6 +10,7 @@ from .api.attention import ExactWindow, attention, attention_varlen, attention_w
 from .api.explain import Explanation, explain
 from .api.merge import merge_attention
 from .block_mask import BlockMask
+from .call.counting import CallCount, CallCounts, calls
 from .dispatch import flops as _flops  # noqa: F401 - PyTorch's counter finds its formulas
 from .dispatch.planner import BackendStatus, backends
 from .errors import ArgumentError, AttentionError, AttentionWarning, BackendError
@@ -24,6 +25,8 @@ __all__ = [
     "BackendError",
     "BackendStatus",
     "BlockMask",
+    "CallCount",
+    "CallCounts",
     "ExactWindow",
     "Explanation",
     "MaskMod",
@@ -32,6 +35,7 @@ __all__ = [
     "attention_varlen",
     "attention_with_kvcache",
     "backends",
+    "calls",
     "explain",
     "mask_mods",
     "merge_attention",

@@ -156,7 +156,7 @@ def explain(
         why_not=dict(chosen.why),
         backward="none" if backward is None else backward.backend,
         backward_tile=backward_tile,
-        backward_rest={} if backward is None else rest_in_words(backward),
+        backward_rest={} if backward is None or backward.rest is None else backward.rest.in_words(),
         kernels=kernels_in_words(call, chosen, None if backward is None else (backward, needs)),
         visible_pairs=pairs,
         mask_blocks=mask_blocks(call, problem),
@@ -230,15 +230,6 @@ def pairs_of(call: Call, problem: Problem) -> int:
         lengths = [(problem.seqlen_q, problem.seqlen_k)] * problem.batch
     counted = {pair: visible_pairs(window, *pair) for pair in set(lengths)}
     return problem.num_heads_q * sum(counted[pair] for pair in lengths)
-
-
-def rest_in_words(backward: Plan) -> dict[str, str]:
-    """The gradients that a second backend computes, and its name."""
-    if backward.rest is None:
-        return {}
-    needs = backward.rest.needs._asdict()
-    needs["score_mod_tensors"] = any(needs["score_mod_tensors"])
-    return {name: backward.rest.plan.backend for name, needed in needs.items() if needed}
 
 
 def tiles_in_words(call: Call, forward: Plan, backward: Plan | None, needs: Needs) -> tuple[str, str]:

@@ -23,3 +23,9 @@ class Rest(NamedTuple):
     own: Needs  # those of the first backend
     needs: Needs
     plan: Plan
+
+    def in_words(self) -> dict[str, str]:
+        """The backend of each of these gradients, by the name of its input."""
+        needs = self.needs._asdict()
+        needs["score_mod_tensors"] = any(needs["score_mod_tensors"])
+        return {name: self.plan.backend for name, needed in needs.items() if needed}

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import private_torch
 from ..backend.cpu.support import VECTORS_VARIABLE
 from ..backend.replays import Recording
-from ..call import check, device
+from ..call import check, counting, device
 from ..call.call import Call, Needs, Settings, differentiable_positions
 from ..call.memory import Layouts, layout_key
 from ..call.plan import Plan
@@ -183,9 +183,13 @@ def backward(
         known.setdefault(key, []).append(recorded)
     if recorded.replay is None:
         requested = Needs.from_flat(needs)
-        return recorded.run(call, "backward", inside, requested, requested, *results).flat()  # type: ignore[no-any-return]
-    with inside(call):
-        return recorded.replay(call, *results)
+        gradients = recorded.run(call, "backward", inside, requested, requested, *results).flat()
+    else:
+        with inside(call):
+            gradients = recorded.replay(call, *results)
+    if counting.opened and recorded.plan is not None:
+        planner.count(call, recorded.plan, "backward")
+    return gradients
 
 
 def replayed_backward(

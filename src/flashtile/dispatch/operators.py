@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import private_torch
-from ..call import check
+from ..call import check, counting
 from ..call.call import (
     DIFFERENTIABLE,
     SETTINGS,
@@ -38,7 +38,7 @@ from ..dynamo import untraced
 from ..errors import AttentionError
 from . import fast_path, forking
 from .passes import function_of
-from .planner import plan_call
+from .planner import count, plan_call
 
 Results = tuple[Tensor | None, ...]  # out, lse, dout and dlse
 LIBRARY = torch.library.Library("flashtile", "DEF")
@@ -184,11 +184,15 @@ def run_forward(call: Call) -> tuple[Tensor, Tensor]:
     """The forward operators' own work: `out`, and `lse` with its residual where that is kept."""
     call.entry = call.entry or fast_path.find_call(call)
     if call.entry is not None:
-        return fast_path.forward(call, inside_operator)
-    call = call.with_own_indices()
-    chosen = plan_call(call)
-    with inside_operator(call):
-        return function_of(chosen, call.kind)(chosen, call)
+        results, chosen = fast_path.forward(call, inside_operator), call.entry.forward.plan
+    else:
+        call = call.with_own_indices()
+        chosen = plan_call(call)
+        with inside_operator(call):
+            results = function_of(chosen, call.kind)(chosen, call)
+    if counting.opened and chosen is not None:
+        count(call, chosen, "forward")
+    return results
 
 
 @untraced
@@ -205,6 +209,8 @@ def run_backward(
         chosen = plan_call(call, needs=requested)
         with inside_operator(call):
             gradients = function_of(chosen, "backward")(chosen, call, requested, *results).flat()
+        if counting.opened:
+            count(call, chosen, "backward")
     inputs = call.tensors.flat()
     return [
         None if gradient is None or (x := inputs[n]) is None else in_dtype(gradient, x.dtype)
@@ -223,7 +229,7 @@ def check_numbers(function: str, call: Call) -> None:
 
 def replayed_backward(needs: Sequence[bool], results: Results, call: Call) -> Sequence[Tensor | None] | None:
     """Gradients of a recorded call with nothing but autograd around it, not all in their own dtypes; else `None`."""
-    if call.entry is None or not is_plain_eager():
+    if call.entry is None or counting.opened or not is_plain_eager():
         return None
     return fast_path.replayed_backward(call, inside_operator, needs, results)
 

@@ -13,6 +13,8 @@ from ..backend.hopper import support as hopper
 from ..backend.reference import support as reference
 from ..backend.tiled import support as tiled
 from ..backend.triton import support as triton
+from ..call import counting
+from ..call.cache import CacheCall
 from ..call.call import Call, Needs
 from ..call.device import Device, describe_device
 from ..call.plan import Plan, Rest
@@ -103,6 +105,20 @@ def plan_call(call: Call, *, needs: Needs | None = None) -> Plan:
     if chosen.backend == "tiled" and call.settings.backend == "auto" and is_slow(chosen, problem, device, needs):
         _warn_once(f"attention on {device} runs in the `tiled` backend, which is slow", chosen.why)
     return chosen
+
+
+def count(call: Call, chosen: Plan, direction: str) -> None:
+    """Add a pass that has run to the open counts (`flashtile.calls`)."""
+    why = [f"not {name}: {reason}" for name, reason in chosen.why]
+    if call.settings.backend != "auto":
+        why.append("named by `backend`")
+    elif os.environ.get(BACKEND_VARIABLE, "auto") != "auto":
+        why.append(f"named by {BACKEND_VARIABLE}")
+    if chosen.rest is not None:
+        why += [f"gradient of {name}: {backend}" for name, backend in chosen.rest.in_words().items()]
+    layout = "attention" if call.layout == "dense" else "attention_varlen"
+    function = "attention_with_kvcache" if isinstance(call, CacheCall) else layout
+    counting.add(function, direction, chosen.backend, tuple(why))
 
 
 def is_slow(chosen: Plan, problem: Problem, device: torch.device, needs: Needs | None) -> bool:

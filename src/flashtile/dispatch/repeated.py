@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import private_torch
-from ..call import sharding
+from ..call import counting, sharding
 from ..call.cache import CacheCall
 from ..call.cache_tensors import CacheTensors
 from ..call.call import Call, Tensors, differentiable_positions, split_row_stats
@@ -134,7 +134,7 @@ class Repeated:
     ) -> tuple[Tensor | None, ...] | None:
         """The gradients as `gradients` returns them, if they have been recorded."""
         known = self.backward.get(key)
-        if known is None or torch.is_grad_enabled() or is_observed_without_key():
+        if known is None or torch.is_grad_enabled() or is_observed_without_key() or counting.opened:
             return None
         values = (*tensors, None, *results, kept)
         present = known.present(values)
@@ -213,7 +213,7 @@ def run_repeated(function: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         calls = fast_path.repeated.get(key_of(function, values, kwargs))
     except TypeError:  # sizes that are symbols
         return NotImplemented
-    if calls is None or sharding.contexts_open or forking.forked:
+    if calls is None or sharding.contexts_open or forking.forked or counting.opened:
         return NotImplemented
     if is_observed_without_key():
         return NotImplemented

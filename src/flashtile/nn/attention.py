@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from ..api.attention import MaskArgument, attention, attention_with_kvcache
-from ..api.out import result_dtype
 from ..call import sharding
 from ..errors import ArgumentError
 from .cache import Cache
@@ -159,7 +158,9 @@ class Attention(nn.Module):
                 autocast's inside of `torch.autocast`.
         """
         weight = self.k_proj.weight
-        size, dtype = (batch, self.num_kv_heads, length, self.head_dim), dtype or result_dtype(weight)
+        if dtype is None:
+            dtype = self.k_proj(weight.new_empty(0, weight.shape[1])).dtype  # of no tokens, under autocast as here
+        size = batch, self.num_kv_heads, length, self.head_dim
         k, v = (weight.new_zeros(size, dtype=dtype) for _ in range(2))
         tables: tuple[Tensor | None, Tensor | None] = (None, None)
         if self.rotary_dim:

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...api.attention import attention, attention_varlen
-from ...api.signatures import Causal
+from ...api.attention import Causal, attention, attention_varlen
 from ..arguments import infinite_lse, refuse
 from .sdpa import mask_keyword
 

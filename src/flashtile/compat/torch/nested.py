@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...api.attention import attention_varlen
-from ...api.signatures import Causal
+from ...api.attention import Causal, attention_varlen
 from ..arguments import refuse
 
 EXAMPLE = (

@@ -6,6 +6,7 @@ name "flashtile" is in it once this module is imported, which changes no functio
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.library import Library
 from torch.nn import attention as registry
 
 from ... import private_torch
+from ...call import counting
 from ...errors import AttentionError
 from ..arguments import refuse
 from . import kernels
@@ -32,15 +34,20 @@ def without_dropout(function: Callable[..., Any], name: str, key: str) -> Callab
     pass too, and neither would repeat a mask of flashtile's.
     """
     theirs = private_torch.registered_kernel(f"aten::{name}", key)
+    operator, direction = f"aten.{name}", "backward" if name.endswith("_backward") else "forward"
     place = [x.name for x in getattr(torch.ops.aten, name).default._schema.arguments].index("dropout_p")
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if len(args) <= place or args[place] == 0:  # the dispatcher omits defaults
-            return function(*args, **kwargs)
+            with counting.in_place_of(operator) if counting.opened else nullcontext():
+                return function(*args, **kwargs)
         if theirs is None:
             accepted = "0 while flashtile is active, where PyTorch has no kernel to draw its dropout mask"
             refuse("dropout_p", args[place], accepted, EXAMPLE)
-        return theirs(*args, **kwargs)
+        results = theirs(*args, **kwargs)
+        if counting.opened:
+            counting.add(operator, direction, counting.PYTORCH, ("not flashtile: dropout",))
+        return results
 
     return run
 

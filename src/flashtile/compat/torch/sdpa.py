@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from ...api.attention import attention
-from ...api.signatures import Causal
+from ...api.attention import Causal, attention
 from ..arguments import refuse
 from .nested import nested_attention
 
