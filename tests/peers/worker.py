@@ -34,9 +34,9 @@ def outcome_of(test: Any, case: dict[str, Any]) -> tuple[str, str]:
         test(**case)
     except SkippedError:
         return "skipped", ""
-    except torch.OutOfMemoryError:
-        return "out of memory", ""
     except Exception as error:
+        if isinstance(error, torch.OutOfMemoryError) or "CUDA error: out of memory" in str(error):
+            return "out of memory", ""
         outcome, reason = kind_of(error)
         line, local = place_of(error, test)
         known = difference(case, f"{line} {reason}", local)
