@@ -200,7 +200,7 @@ def flash_backward(
 @functools.cache
 def absent(operator: str) -> dict[str, Any]:
     """Arguments of one of flashtile's operators that stand for a call without options, by name."""
-    values = {"Tensor": None, "float": 0.0, "bool": False, "SymInt": 0, "int": 0, "str": "auto"}
+    values = {"Tensor": None, "number": 0.0, "bool": False, "SymInt": 0, "int": 0, "str": "auto"}
     schema = getattr(torch.ops.flashtile, operator).default._schema
     found = {}
     for argument in schema.arguments:
