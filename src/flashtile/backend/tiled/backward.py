@@ -84,8 +84,10 @@ def backward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, 
             k_j, v_j = k.load(tile.keys).to(dtype), v.load(tile.keys).to(dtype)  # [B, Hkv, N, D], [B, Hkv, N, Dv]
             product = unfold_groups(q_i @ k_j.transpose(-1, -2), groups)  # [B, Hq, M, N]
             visible = scores.visible(tile, q.exists(rows), k.exists(tile.keys))
-            s = scores.forward(product, tile, visible) - lse_i
-            p = torch.exp(s if residual_i is None else s - residual_i)
+            p = scores.forward(product, tile, visible) - lse_i
+            if residual_i is not None:
+                p -= residual_i
+            p.exp_()
             if visible is not None:
                 p = torch.where(visible, p, 0)
             dp = unfold_groups(dout_i @ v_j.transpose(-1, -2), groups)  # [B, Hq, M, N]
