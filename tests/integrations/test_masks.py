@@ -29,7 +29,9 @@ from flashtile.integrations.transformers.patterns import Pattern, pattern_of  # 
 
 
 def drawn(seed: int, device: str) -> tuple[dict[str, Any], Tensor, Tensor]:
-    """Arguments of a mask function, its dense mask `[B, 1, Sq, Sk]`, and which queries are tokens, `[B, Sq]`."""
+    """Arguments of a mask function, its dense mask `[B, 1, Sq, Sk]`, and which queries count, `[B, Sq]`: tokens of
+    self-attention under a causal mask, and all others.
+    """
     rng = random.Random(seed)
     batch, rows = rng.randint(1, 3), rng.choice([1, 5, 12, 17])
     past = rng.choice([0, 0, 3, 8])
@@ -43,6 +45,7 @@ def drawn(seed: int, device: str) -> tuple[dict[str, Any], Tensor, Tensor]:
         lambda: originals.sliding_window_causal_mask_function(4),
         lambda: originals.sliding_window_bidirectional_mask_function(3),
         lambda: originals.chunked_causal_mask_function(5, begin),
+        lambda: originals.chunked_overlay(5, begin),
         lambda: originals.and_masks(
             originals.causal_mask_function,
             originals.packed_sequence_mask_function((torch.rand(batch, whole) < 0.2).cumsum(1)),
@@ -64,8 +67,9 @@ def drawn(seed: int, device: str) -> tuple[dict[str, Any], Tensor, Tensor]:
     arguments = {"batch_size": batch, "q_length": rows, "kv_length": keys, "q_offset": past, "kv_offset": hidden}
     arguments |= {"mask_function": rng.choice(makers)(), "attention_mask": padding, "device": device}
     dense = originals.sdpa_mask(**arguments, allow_is_causal_skip=False)
-    tokens = torch.ones(batch, rows, dtype=torch.bool) if padding is None else padding[:, past:]
-    return arguments, dense, tokens
+    pattern = pattern_of(arguments["mask_function"])
+    causal = padding is not None and pattern is not None and pattern.right == 0
+    return arguments, dense, padding[:, past:] if causal else torch.ones(batch, rows, dtype=torch.bool)
 
 
 def pictures(batch: int, length: int) -> Tensor:
@@ -176,7 +180,7 @@ def test_no_dense_mask_is_made(arguments: dict[str, Any]) -> None:
 
 
 def test_padding_tokens_give_zero() -> None:
-    """As with transformers' own flash attention; `eager` leaves numbers there that depend on the padding."""
+    """Under a causal mask, as with transformers' own flash attention; `eager` leaves numbers there."""
     q = torch.randn(2, 4, 12, 8)
     out, _ = tile_attention(nn.Module(), q, q, q, tile_mask(**PREFILL, attention_mask=PADDED))
     assert (out[~PADDED] == 0).all()

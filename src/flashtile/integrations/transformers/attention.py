@@ -54,8 +54,8 @@ def tile_attention(
         unused: what other implementations read; windows are in the mask.
 
     Returns:
-        `out [B, Sq, Hq, Dv]`, and `None` for the weights. Rows that see no key are 0, and so are those of padding
-        tokens.
+        `out [B, Sq, Hq, Dv]`, and `None` for the weights. Rows that see no key are 0, and so may be those of padding
+        tokens under a causal mask.
 
     Raises:
         ArgumentError: a mask of another kind or shape, or `output_attentions`.
@@ -105,9 +105,10 @@ def by_pattern(
     if apart and bias is None and not torch.compiler.is_compiling():  # segments are read back
         segments = mask.segments()
         if segments is not None:
-            offsets = Offsets(segments.cu_seqlens, segments.cu_seqlens, segments.longest, segments.longest)
+            cu_seqlens_q, cu_seqlens_k, seqused_k, *longest = segments
+            offsets = Offsets(cu_seqlens_q, cu_seqlens_k, *longest)
             window = (pattern.left, pattern.right)
-            return attend_packed(query, key, value, offsets, seqused_k=segments.seqused_k, window=window, **settings)
+            return attend_packed(query, key, value, offsets, seqused_k=seqused_k, window=window, **settings)
     first = mask.q_offset - mask.kv_offset  # the key at the position of the first query
     if pattern.right == 0 and first + rows < keys:  # the rest of a static cache is empty
         keys = first + rows

@@ -71,7 +71,7 @@ class TileMask(Tensor):
         return self._mod[0]
 
     def segments(self) -> Segments | None:
-        """Segments of self-attention, found once; `None` where the pattern has none."""
+        """Segments of queries and keys at the same positions, found once; `None` where the pattern has none."""
         if self._segments is None:
             batch, _, length, keys = self.shape
             found = None
