@@ -20,11 +20,13 @@ ONE_LAYER = GROUPED | {"num_hidden_layers": 1, "layer_types": ["full_attention"]
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "BartForConditionalGeneration": COMMON,
+    "BigBirdPegasusForConditionalGeneration": COMMON | {"attention_type": "original_full"},
     "BlenderbotForConditionalGeneration": COMMON,
     "BlenderbotSmallForConditionalGeneration": COMMON,
     "M2M100ForConditionalGeneration": COMMON,
     "MarianMTModel": COMMON,
     "MBartForConditionalGeneration": COMMON,
+    "NllbMoeForConditionalGeneration": COMMON | {"num_experts": 4, "expert_capacity": 64},
     "PLBartForConditionalGeneration": COMMON,
     "PegasusForConditionalGeneration": COMMON,
     "PegasusXForConditionalGeneration": COMMON | {"block_size": 4, "num_global_tokens": 2},

@@ -49,6 +49,11 @@ def mask_mod_of(
     return mod
 
 
+def function_of(mod: MaskMod) -> Callable[..., Any]:
+    """A traced MaskMod as a mask function of transformers: of a call's positions, which broadcast."""
+    return lambda batch, head, q, kv: mod.fn(batch, head, q, kv, *mod.tensors)
+
+
 def code_of(function: Any) -> Any:
     """The code of a function and of the functions in its closure. Closures that one function makes share it."""
     code = getattr(function, "__code__", None)

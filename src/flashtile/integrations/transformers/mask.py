@@ -1,8 +1,11 @@
 """Masks of transformers without `Sq * Sk` memory, until an operation needs them dense.
 
 A model hands its mask from the mask function on to the attention function. Between the two it may slice it, move it, or
-combine it with another mask. A `TileMask` is a bool tensor `[B, 1, Sq, Sk]` for all that: any operation on it makes the
+combine it with another mask. A `TileMask` is a tensor `[B, 1, Sq, Sk]` for all that: any operation on it makes the
 dense mask. The attention function reads the pattern, or takes the mask function as one of flashtile.
+
+It is bool, as the mask of "sdpa". Models that do not accept "sdpa" are written for the mask of "eager" alone, numbers
+that are added to scores, and get those.
 """
 
 from collections.abc import Callable
@@ -19,13 +22,15 @@ from transformers.masking_utils import (  # pyright: ignore - optional
 from transformers.utils.import_utils import is_tracing  # pyright: ignore - optional
 
 from ... import MaskMod, private_torch
-from .functions import mask_mod_of
+from .functions import function_of, mask_mod_of
+from .models import takes_numbers
 from .patterns import Pattern, pattern_of
 from .segments import Segments, segments_of
 
 
 class TileMask(Tensor):
-    """A bool mask `[B, 1, Sq, Sk]` that is known by its pattern or its function, and has no memory.
+    """A mask `[B, 1, Sq, Sk]`, bool or of numbers to add, that is known by its pattern or its function, and has no
+    memory.
 
     Attributes:
         pattern: the visible pairs, by absolute positions; `None` if the function alone has them.
@@ -45,21 +50,20 @@ class TileMask(Tensor):
     def __new__(
         cls,
         shape: tuple[int, int, int, int],
-        device: torch.device,
+        like: Tensor,
         pattern: Pattern | None,
-        q_offset: int,
-        kv_offset: int,
+        offsets: tuple[int, int],
         make: Callable[[], Tensor],
         make_mod: Callable[[], MaskMod | None],
     ) -> "TileMask":
-        mask = private_torch.make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
-        mask.pattern, mask.q_offset, mask.kv_offset = pattern, q_offset, kv_offset
+        mask = private_torch.make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+        mask.pattern, (mask.q_offset, mask.kv_offset) = pattern, offsets
         mask._make, mask._make_mod = make, make_mod
         mask._dense, mask._mod, mask._segments = None, None, None
         return mask
 
     def dense(self) -> Tensor:
-        """The mask as bool `[B, 1, Sq, Sk]`, made once."""
+        """The visible pairs as bool `[B, 1, Sq, Sk]`, made once."""
         if self._dense is None:
             self._dense = self._make()
         return self._dense
@@ -93,10 +97,17 @@ class TileMask(Tensor):
 def densified(tree: Any) -> Any:
     """Nested arguments of an operation, with dense masks."""
     if isinstance(tree, TileMask):
-        return tree.dense()
+        return of_dtype(tree.dense(), tree.dtype)
     if isinstance(tree, dict):
         return {key: densified(x) for key, x in tree.items()}
     return type(tree)(map(densified, tree)) if isinstance(tree, list | tuple) else tree
+
+
+def of_dtype(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bool mask, or numbers to add to scores: 0 for visible pairs, else the smallest number."""
+    if dtype == torch.bool:
+        return visible
+    return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 
 
 def tile_mask(
@@ -113,14 +124,18 @@ def tile_mask(
     device: torch.device | str = "cpu",
     **others: Any,
 ) -> Tensor | None:
-    """The mask function of `"tile_attention"`, with the arguments of transformers' `sdpa_mask`.
+    """The mask function of `"tile_attention"`, with the arguments of transformers' `sdpa_mask` and `eager_mask`.
 
     Returns:
-        A `TileMask` where the pattern is known, or the function can be traced; a dense bool mask `[B, 1, Sq, Sk]` of
-        other functions, of one query and no known pattern, and of one query over a static cache, whose length is a
-        tensor and changes between replays of a CUDA graph. While a graph is traced, `None` where all of the mask is
-        causal or nothing is hidden, and else what `sdpa_mask` returns.
+        A `TileMask` where the pattern is known, or the function can be traced; a dense mask `[B, 1, Sq, Sk]` of other
+        functions, of one query and no known pattern, and of one query over a static cache, whose length is a tensor
+        and changes between replays of a CUDA graph. While a graph is traced, `None` where all of the mask is causal or
+        nothing is hidden, and else a dense mask. Masks are bool; for models that do not accept "sdpa" they are numbers
+        to add, also where all is causal.
     """
+    others = {"dtype": torch.float32, "config": None, "local_size": None} | others
+    numbers = others["config"] is not None and takes_numbers(type(others["config"]))
+    dtype = others["dtype"] if numbers else torch.bool
     settings: dict[str, Any] = {
         "kv_offset": kv_offset,
         "mask_function": mask_function,
@@ -129,40 +144,45 @@ def tile_mask(
     settings |= {"use_vmap": use_vmap, "device": device, "q_offset": q_offset}
     if is_tracing(attention_mask):
         skips: dict[str, Any] = {
-            "allow_is_causal_skip": allow_is_causal_skip,
+            "allow_is_causal_skip": allow_is_causal_skip and not numbers,
             "allow_is_bidirectional_skip": allow_is_bidirectional_skip,
         }
         if is_left_out(q_length, kv_length, settings, **skips):
             return None
-        return sdpa_mask(batch_size, q_length, kv_length, **settings, **skips, local_size=others.get("local_size"))
+        visible = sdpa_mask(batch_size, q_length, kv_length, **settings, **skips, local_size=others["local_size"])
+        return None if visible is None else of_dtype(visible, dtype)
 
     def make() -> Tensor:
-        mask = sdpa_mask(batch_size, q_length, kv_length, **settings, allow_is_causal_skip=False)
-        assert mask is not None
-        return mask
+        visible = sdpa_mask(batch_size, q_length, kv_length, **settings, allow_is_causal_skip=False)
+        assert visible is not None
+        return visible
 
     pattern = pattern_of(mask_function)
     if pattern is not None and pattern.padding is not None:
         pattern = None
     single = q_length == 1 and (pattern is None or isinstance(q_offset, Tensor))
     if private_torch.make_wrapper_subclass is None or single:
-        return make()
+        return of_dtype(make(), dtype)
     start = settings["q_offset"] = int(q_offset)  # the cache adds to a tensor before the layers read their mask
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         seen = padding[:, kv_offset : kv_offset + kv_length]
         padding = None if seen.all() else padding
-    place = torch.empty(0, device=device).device
+    like = torch.empty(0, dtype=dtype, device=device)
 
     def make_mod() -> MaskMod | None:
-        return mask_mod_of(mask_function, padding, (start, kv_offset), place)
+        return mask_mod_of(mask_function, padding, (start, kv_offset), like.device)
 
     shape = (batch_size, 1, q_length, kv_length)
     known = None if pattern is None else pattern._replace(padding=padding)
-    mask = TileMask(shape, place, known, start, kv_offset, make, make_mod)
+    mask = TileMask(shape, like, known, (start, kv_offset), make, make_mod)
     if known is None or known.chunk is not None or known.packed is not None:
         mod = mask.mod()  # now, since compiled layers that use it cannot trace it
-        return mask.dense() if known is None and mod is None else mask
+        if known is None and mod is None:
+            return of_dtype(mask.dense(), dtype)
+        if known is None and mod is not None:  # it has the offsets and the padding
+            settings |= {"mask_function": function_of(mod), "attention_mask": None, "q_offset": 0, "kv_offset": 0}
+    settings["use_vmap"] = False  # which fails in operations on the mask; functions that are known or traced need none
     return mask
 
 
