@@ -1,5 +1,6 @@
 """Masks of transformers: known patterns, what they show, and their dense form."""
 
+import logging
 import random
 from typing import Any
 from unittest import mock
@@ -186,9 +187,20 @@ def test_padding_tokens_give_zero() -> None:
     assert (out[~PADDED] == 0).all()
 
 
-def test_operations_on_a_mask_see_the_dense_one() -> None:
-    found, dense = tile_mask(**PREFILL, attention_mask=PADDED), originals.sdpa_mask(**PREFILL, attention_mask=PADDED)
-    assert found.shape == dense.shape
+TWICE = originals.and_masks(originals.bidirectional_mask_function, originals.sliding_window_overlay(3))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"mask_function": TWICE, "use_vmap": True},
+        {"mask_function": originals.or_masks(TWICE, lambda b, h, i, j: PADDED[b][i] & (j < 4)), "use_vmap": True},
+    ],
+)
+def test_operations_on_a_mask_see_the_dense_one(more: dict[str, Any]) -> None:
+    """Also where transformers would make it by `vmap`, which does not work in an operation."""
+    arguments = PREFILL | {"attention_mask": PADDED} | more
     for operation in (
         lambda x: x[:, :, -3:, :5],
         lambda x: x & torch.ones(12, 12).tril(2).bool(),
@@ -197,6 +209,9 @@ def test_operations_on_a_mask_see_the_dense_one() -> None:
         lambda x: torch.cat([x, x], dim=-1),
         lambda x: x.expand(2, 4, 12, 12),
     ):
+        found, dense = tile_mask(**arguments), originals.sdpa_mask(**arguments, allow_is_causal_skip=False)
+        assert isinstance(found, TileMask)
+        assert found.shape == dense.shape
         assert torch.equal(operation(found), operation(dense))
         assert type(operation(found)) is Tensor
     assert "TileMask([2, 1, 12, 12]" in repr(found)
@@ -250,15 +265,36 @@ def test_a_function_is_traced_once_for_all_layers_and_lengths() -> None:
     assert len(keys) == 1
 
 
-def test_a_mask_of_another_batch_is_dense() -> None:
-    """The function would look for a row that its tensors do not have."""
-    one = {"batch_size": 1, "q_length": 12, "kv_length": 12}
-    found = tile_mask(
-        **one, mask_function=originals.or_masks(originals.blockwise_overlay(pictures(1, 12)), PICTURE_SELF)
-    )
-    q = torch.randn(3, 4, 12, 8)
-    out, _ = tile_attention(nn.Module(), q, q, q, found)
-    torch.testing.assert_close(out, dense_formula(q, q, q, mask=found.dense())[0].transpose(1, 2))
+@pytest.mark.parametrize("rows", [1, 12])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_one_mask_for_several_sequences_and_queries(batch: int, rows: int) -> None:
+    """As SDPA broadcasts it: a function would look for a row that its tensors do not have."""
+    hidden = torch.arange(12)[None] > torch.tensor([2, 0, 4])[:batch, None]
+    whole = originals.or_masks(originals.blockwise_overlay(pictures(batch, 12)), PICTURE_SELF)
+    for function in (originals.bidirectional_mask_function, PICTURE_SELF, whole):
+        arguments = {"batch_size": batch, "q_length": rows, "kv_length": 12, "q_offset": 12 - rows}
+        found = tile_mask(**arguments, mask_function=function, attention_mask=hidden)
+        q = torch.randn(3, 4, 12, 8)
+        out, _ = tile_attention(nn.Module(), q, q, q, found)
+        dense = originals.sdpa_mask(
+            **arguments, mask_function=function, attention_mask=hidden, allow_is_causal_skip=False
+        )
+        torch.testing.assert_close(out, dense_formula(q, q, q, mask=dense)[0].transpose(1, 2))
+
+
+@pytest.mark.parametrize("batches", [(1, 3), (3, 1)])
+def test_one_sequence_of_queries_or_keys_for_several(batches: tuple[int, int]) -> None:
+    """As SDPA broadcasts them, under masks of either batch; other batches are errors."""
+    q, k = (torch.randn(n, 4, 12, 8) for n in batches)
+    for mask in (None, tile_mask(1, 12, 12), tile_mask(3, 12, 12, attention_mask=torch.arange(12).expand(3, 12) > 2)):
+        out, _ = tile_attention(nn.Module(), q, k, k, mask, is_causal=True)
+        dense = torch.ones(12, 12).tril().bool()[None, None] if mask is None else mask.dense()
+        whole = (x.expand(3, -1, -1, -1) for x in (q, k, k))
+        tokens = torch.ones(12, dtype=torch.bool) if mask is None or mask.shape[0] == 1 else torch.arange(12) > 2
+        expected = dense_formula(*whole, mask=dense)[0].transpose(1, 2)
+        torch.testing.assert_close(out[:, tokens], expected[:, tokens])
+    with pytest.raises(ArgumentError, match="batch"):
+        tile_attention(nn.Module(), torch.randn(2, 4, 12, 8), *(torch.randn(3, 4, 12, 8),) * 2, None)
 
 
 @pytest.mark.parametrize(
@@ -277,10 +313,16 @@ def test_other_masks_are_errors(mask: Any, words: str) -> None:
         tile_attention(nn.Module(), q, q, q, mask)
 
 
-def test_weights_are_refused() -> None:
+def test_weights_are_not_there(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One warning for all layers, as with `sdpa`."""
     q = torch.randn(2, 4, 12, 8)
-    with pytest.raises(ArgumentError, match="attn_implementation='eager'"):
-        tile_attention(nn.Module(), q, q, q, None, output_attentions=True)
+    transformers.utils.logging.warning_once.cache_clear()
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    for _ in range(2):
+        out, weights = tile_attention(nn.Module(), q, q, q, None, output_attentions=True)
+        assert weights is None
+    assert torch.equal(out, tile_attention(nn.Module(), q, q, q, None)[0])
+    assert [x.message.count("attn_implementation='eager'") for x in caplog.records] == [1]
 
 
 def test_no_mask_is_causal_where_the_layer_says_so() -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging  # pyright: ignore - optional
 
 from ... import MaskMod
 from ...api.attention import attention
@@ -11,6 +12,7 @@ from ...errors import ArgumentError
 from .mask import TileMask
 from .offsets import Offsets, attend_packed, is_packed, window_within
 
+logger = logging.get_logger(__name__)
 EXAMPLE = "model(input_ids, attention_mask=mask) with a bool or integer mask [B, S], or a mask [B, 1, Sq, Sk]"
 
 
@@ -38,16 +40,17 @@ def tile_attention(
     Args:
         module: the layer; its `is_causal` counts where there is no mask.
         query: `[B, Hq, Sq, D]`.
-        key, value: `[B, Hkv, Sk, D]` and Dv, not repeated for groups.
+        key, value: `[B, Hkv, Sk, D]` and Dv, not repeated for groups. A batch of one, of these or of `query`, is that
+            of the others.
         attention_mask: a `TileMask`, bool `[B, Hq, Sq, Sk]` with True for visible pairs, floating-point numbers to add
-            to the scores, or `None`; each dimension but the last may be 1.
+            to the scores, or `None`; each dimension may be 1.
         dropout: probability of dropping a weight.
         scaling: factor of the products; `D ** -0.5` if `None`.
         is_causal: without a mask, hides keys `j > i` from each of several queries.
         position_bias: added to the scores, with a gradient.
         softcap: scores become `softcap * tanh(score / softcap)` before anything is added.
         s_aux: sinks `[Hq]`.
-        output_attentions: must not be True: weights do not exist.
+        output_attentions: has no effect but a warning, as with `sdpa`: weights do not exist.
         cu_seq_lens_q, cu_seq_lens_k: offsets of packed sequences in the tokens of the batch, int32 `[N + 1]`: no token
             sees another sequence, also where the mask shows it.
         max_length_q, max_length_k: the longest sequence's queries and keys.
@@ -58,11 +61,11 @@ def tile_attention(
         tokens under a causal mask.
 
     Raises:
-        ArgumentError: a mask of another kind or shape, or `output_attentions`.
+        ArgumentError: a mask of another kind or shape.
     """
     if output_attentions:
-        accepted = "False: weights are not kept; attn_implementation='eager' returns them"
-        raise ArgumentError("output_attentions", output_attentions, accepted, EXAMPLE)
+        logger.warning_once("tile_attention returns no attention weights; attn_implementation='eager' does.")
+    query, key, value = of_one_batch(query, key, value)
     if s_aux is not None and s_aux.dtype not in (query.dtype, torch.float32):
         s_aux = s_aux.to(torch.promote_types(s_aux.dtype, query.dtype))
     settings = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout_p": dropout}
@@ -90,14 +93,22 @@ def tile_attention(
     return attention(query, key, value, bias=bias, **settings).transpose(1, 2), None
 
 
+def of_one_batch(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors with a batch of one expanded to that of the others."""
+    batch = max(x.shape[0] for x in tensors)
+    return tuple(x.expand(batch, -1, -1, -1) if x.shape[0] == 1 else x for x in tensors)
+
+
 def by_pattern(
     query: Tensor, key: Tensor, value: Tensor, mask: TileMask, bias: Tensor | None, settings: dict[str, Any]
 ) -> Tensor:
     """Attention under a mask of a known pattern or function: `[B, Hq, Sq, Dv]`."""
-    rows, keys = mask.shape[2:]
-    if (query.shape[2], key.shape[2]) != (rows, keys):
+    batch, _, rows, keys = mask.shape
+    if rows not in (1, query.shape[2]) or keys != key.shape[2]:
         accepted = f"a mask of {query.shape[2]} queries and {key.shape[2]} keys"
         raise ArgumentError("attention_mask", mask, accepted, EXAMPLE)
+    if (batch, rows) != (query.shape[0], query.shape[2]):  # one for all
+        return attention(query, key, value, mask=mask.dense(), bias=bias, **settings)
     pattern = mask.pattern
     if pattern is None:
         return attention(query, key, value, mask=as_function(mask, query), bias=bias, **settings)
@@ -127,8 +138,8 @@ def by_pattern(
 
 
 def as_function(mask: TileMask, query: Tensor) -> Tensor | MaskMod:
-    """The mask as a MaskMod; dense for one query, for another batch or device, and if it has no formula."""
-    if query.shape[2] == 1 or query.shape[0] != mask.shape[0]:
+    """The mask as a MaskMod; dense for one query, for another device, and if it has no formula."""
+    if query.shape[2] == 1:
         return mask.dense()
     mod = mask.mod()
     elsewhere = mod is None or any(x.device != query.device for x in mod.tensors)
