@@ -1,6 +1,7 @@
 """`generate` with "tile_attention" against "eager": the same tokens, and logits up to rounding."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs the extra `transformers`")
 
 from tiny_models import padded, tiny, tokens  # noqa: E402
+from transformers.generation.continuous_batching import cache as pages  # noqa: E402
 
-from flashtile.integrations.transformers import register  # noqa: E402
+from flashtile.errors import ArgumentError  # noqa: E402
+from flashtile.integrations.transformers import paged, register  # noqa: E402
 
 register()
 
@@ -57,6 +60,24 @@ def test_encoder_and_decoder() -> None:
     agree(tiny("t5"), {"input_ids": tokens(2, 9), "attention_mask": padded(2, 9, right=4)})
     sound = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(3))
     agree(tiny("whisper"), {"input_features": sound}, cache_implementation="static")
+
+
+def test_continuous_batching() -> None:
+    """Prompts of several lengths, of windows and sinks, as if each were alone."""
+    model, prompts = tiny("gpt_oss"), [tokens(n, seed=n).tolist() for n in (3, 9, 5)]
+    config = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    expected = [model.generate(torch.tensor([x]), generation_config=config)[0, len(x) :].tolist() for x in prompts]
+    model.set_attn_implementation("tile_attention")
+    batching = transformers.ContinuousBatchingConfig(num_blocks=16, block_size=16, max_batch_tokens=32)
+    free = mock.patch.object(pages, "get_device_and_memory_breakdown", return_value=("cpu", 1 << 34, 0, 0))
+    with free, mock.patch.object(paged, "attention_varlen", wraps=paged.attention_varlen) as calls:
+        settings: dict[str, Any] = {"generation_config": config, "continuous_batching_config": batching}
+        found = model.generate_batch(prompts, **settings, progress_bar=False)
+    assert [list(x.generated_tokens) for x in found.values()] == expected
+    assert calls.call_count >= 12
+    q = torch.randn(1, 4, 5, 8)
+    with pytest.raises(ArgumentError, match="PagedAttentionCache"):
+        paged.paged_tile_attention(torch.nn.Module(), q, q, q)
 
 
 @pytest.mark.gpu

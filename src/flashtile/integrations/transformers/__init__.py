@@ -12,6 +12,7 @@ from ..optional import require
 __all__ = ["NAME", "register", "unregister"]
 
 NAME = "tile_attention"  # names that contain "flash", "sdpa" or "flex_attention" are treated otherwise by transformers
+PAGED = f"paged|{NAME}"  # what continuous batching asks for
 VERSIONS = ((5, 0), (6, 0))
 
 
@@ -32,8 +33,10 @@ def register() -> str:
 
     from .attention import tile_attention
     from .mask import tile_mask
+    from .paged import paged_tile_attention
 
     AttentionInterface.register(NAME, tile_attention)
+    AttentionInterface.register(PAGED, paged_tile_attention)
     AttentionMaskInterface.register(NAME, tile_mask)
     return NAME
 
@@ -44,4 +47,5 @@ def unregister() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface  # pyright: ignore - optional
 
     for interface in (AttentionInterface, AttentionMaskInterface):
-        interface._global_mapping.pop(NAME, None)
+        for name in (NAME, PAGED):
+            interface._global_mapping.pop(name, None)
