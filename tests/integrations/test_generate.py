@@ -9,7 +9,7 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs the extra `transformers`")
 
-from tiny_models import padded, tiny, tokens  # noqa: E402
+from tiny_models import padded, tiny, tokens, use  # noqa: E402
 from transformers.generation.continuous_batching import cache as pages  # noqa: E402
 
 from flashtile.errors import ArgumentError  # noqa: E402
@@ -22,7 +22,7 @@ def agree(model: Any, inputs: dict[str, Tensor], **options: Any) -> None:
     """Assert that both implementations generate the same."""
     results = []
     for implementation in ("eager", "tile_attention"):
-        model.set_attn_implementation(implementation)
+        use(model, implementation)
         settings = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
         settings |= {"disable_compile": True, "pad_token_id": 0, "eos_token_id": None}
         results.append(model.generate(**inputs, **settings | options))

@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flashtile.integrations.transformers import check
+from flashtile.integrations.transformers.layers import OWN
+
 VOCABULARY = 61
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
 TEXT = SIZES | {"vocab_size": VOCABULARY, "max_position_embeddings": 128, "pad_token_id": 0}
@@ -133,11 +136,20 @@ def tokens(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
 
 
+def use(model: nn.Module, implementation: str) -> None:
+    """Set it for each part of a model: T5's encoder and decoder have configurations of their own."""
+    from transformers import PreTrainedModel
+
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            part.set_attn_implementation(implementation)
+
+
 def outputs_and_gradients(
     model: nn.Module, implementation: str, loss: Callable[[Any], Tensor], **inputs: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The tensor that `loss` takes from the outputs, and the parameters' gradients of a random projection of it."""
-    model.set_attn_implementation(implementation)  # type: ignore[operator]
+    use(model, implementation)
     model.zero_grad()
     result = loss(model(**inputs))
     weight = torch.randn(result.shape, generator=torch.Generator().manual_seed(2))
@@ -149,6 +161,9 @@ def compare(model: nn.Module, loss: Callable[[Any], Tensor], **inputs: Any) -> N
     """Assert that "tile_attention" gives the outputs and gradients of "eager"."""
     expected, gradients = outputs_and_gradients(model, "eager", loss, **inputs)
     found, ours = outputs_and_gradients(model, "tile_attention", loss, **inputs)
+    report = check(model)
+    assert any(row.runs for row in report), str(report)
+    assert all(row.runs or row.reason == OWN for row in report), str(report)
     assert expected.isfinite().all()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
     assert ours.keys() == gradients.keys()

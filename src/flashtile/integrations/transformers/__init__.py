@@ -7,9 +7,12 @@
 docs/transformers.md has what becomes of masks, caches and other arguments.
 """
 
-from ..optional import require
+from torch import nn
 
-__all__ = ["NAME", "register", "unregister"]
+from ..optional import require
+from .layers import Report, report_on
+
+__all__ = ["NAME", "check", "register", "unregister"]
 
 NAME = "tile_attention"  # names that contain "flash", "sdpa" or "flex_attention" are treated otherwise by transformers
 PAGED = f"paged|{NAME}"  # what continuous batching asks for
@@ -20,7 +23,8 @@ def register() -> str:
     """Register flashtile's attention function, and the mask function that belongs to it, as `"tile_attention"`.
 
     Models take it as `attn_implementation="tile_attention"` when they are made, or by
-    `model.set_attn_implementation("tile_attention")`. To register again changes nothing.
+    `model.set_attn_implementation("tile_attention")`. `check(model)` then says which layers run flashtile: not every
+    model asks for an attention function. To register again changes nothing.
 
     Returns:
         The name, `"tile_attention"`.
@@ -39,6 +43,19 @@ def register() -> str:
     AttentionInterface.register(PAGED, paged_tile_attention)
     AttentionMaskInterface.register(NAME, tile_mask)
     return NAME
+
+
+def check(model: nn.Module) -> Report:
+    """Say which attention layers of a model run flashtile, and why the others do not.
+
+    It reads classes and configurations, and runs nothing. Layers that do not call transformers' AttentionInterface are
+    found by the word "attention" in the names of their classes.
+
+    Returns:
+        A tuple of rows `(layer, kind, runs, reason)`: the layer's name in the model, its class, whether it runs
+        flashtile, and why not. Its text has a line for each kind of layer.
+    """
+    return report_on(model, NAME)
 
 
 def unregister() -> None:
