@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import CheckpointError
 
 diffusers = pytest.importorskip("diffusers", minversion="0.36", reason="needs the extra `diffusers`")
 
@@ -92,6 +93,49 @@ def test_the_end_of_the_block_restores_everything() -> None:
         raise_inside()
     assert before == BACKENDS
     assert attention_processor.F is functional
+
+
+def test_registered_until_unregistered() -> None:
+    """Twice is once, also in a block, and a block inside changes nothing."""
+    before = dict(BACKENDS)
+    with integration.tile_attention():
+        for _ in range(2):
+            integration.register()
+    with integration.tile_attention():
+        pass
+    assert BACKENDS[NATIVE] is integration.native_attention
+    assert attention_processor.F is not functional
+    for _ in range(2):
+        integration.unregister()
+    assert before == BACKENDS
+    assert attention_processor.F is functional
+
+
+@pytest.mark.parametrize("make", [unet, flux])
+def test_gradient_checkpointing(make: Any) -> None:
+    """Backward runs attention again: after the block in PyTorch, which notices, and else in flashtile."""
+    torch.manual_seed(0)
+    model, inputs = make()
+    _, expected = run(model, inputs)
+    model.enable_gradient_checkpointing()
+    model.train()
+    with integration.tile_attention():
+        out = model(**inputs).sample
+    with pytest.raises(CheckpointError, match="different metadata"):
+        out.square().sum().backward()
+    integration.register()
+    try:
+        with mock.patch.object(sdpa, "attention", wraps=sdpa.attention) as calls:
+            out = model(**inputs).sample
+            forward = calls.call_count
+            model.zero_grad()
+            out.square().sum().backward()
+        assert calls.call_count == 2 * forward > 0
+    finally:
+        integration.unregister()
+    gradients = [x.grad for x in model.parameters() if x.grad is not None]
+    for a, b in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()) + 1e-6)
 
 
 def test_masks_and_refusals() -> None:
