@@ -97,8 +97,9 @@ def results(model: nn.Module, inputs: dict[str, Tensor], mask: Tensor | None) ->
             if not isinstance(x, Tensor) or not x.is_floating_point() or not x.requires_grad:
                 continue
             of_source = not decoder or name.startswith("encoder")
-            padded = mask is not None and of_source and x.dim() > 2 and x.shape[:2] == (2, LENGTH)
-            found.append(x[mask.bool()] if padded and mask is not None else x)
+            of_tokens = x.dim() > 2 and x.shape[:2] in ((2, LENGTH), (2, LENGTH + 1))  # a class token may be the last
+            padded = mask is not None and of_source and of_tokens
+            found.append(x[:, :LENGTH][mask.bool()] if padded and mask is not None else x)
     draw = torch.Generator().manual_seed(2)
     loss = sum((x * torch.randn(x.shape, generator=draw)).sum() for x in found)
     assert isinstance(loss, Tensor), "no output has a gradient"
