@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..call.overlap import overlaps_itself
+from ..call.written import is_frozen, mark_written
 from ..errors import ArgumentError, call_of
 from ..expression import MaskMod, ScoreMod
 
@@ -20,7 +21,7 @@ def direct_out(function: str, out: Any, q: Any, v: Any, inputs: Iterable[Any]) -
 
     Raises:
         ArgumentError: its shape, dtype or device is not that of the result, its elements share memory, or a derivative
-            would be lost.
+            would be lost; or it is an inference tensor outside of inference mode.
     """
 
     def fail(accepted: str) -> None:
@@ -40,6 +41,8 @@ def direct_out(function: str, out: Any, q: Any, v: Any, inputs: Iterable[Any]) -
         fail(f"shape {list(shape)}, dtype {dtype}, on {q.device}")
     if torch.compiler.is_compiling():
         return None
+    if is_frozen(out):
+        fail("a tensor made outside of torch.inference_mode(); or a call inside it")
     if not spread_out(out) and overlaps_itself(out):
         fail(f"a tensor of which no two elements share memory; its strides are {out.stride()}")
     try:
@@ -81,4 +84,6 @@ def filled(out: Tensor, direct: Tensor | None, result: Tensor) -> Tensor:
     """The caller's `out` with the result, which backends without a kernel leave elsewhere."""
     if direct is None or result.data_ptr() != out.data_ptr():
         out.copy_(result)
+    else:
+        mark_written(out)
     return out

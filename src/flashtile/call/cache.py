@@ -17,7 +17,7 @@ from ..private_torch import is_capturing
 from . import device
 from .cache_tensors import CACHE_INDICES, CacheTensors, RotarySettings, appended, count, held, new_offsets
 from .call import INDICES, Call, new_rows, with_copies
-from .check_cache import check_apart, check_cache, check_values
+from .check_cache import check_cache, check_values, check_writable
 from .problem import accumulation_dtype, power_of_two
 
 
@@ -73,8 +73,8 @@ def paged_call(call: Call, cache: CacheTensors) -> Call:
     settings = None if entry is None else entry.paged
     if settings is None:
         check_cache(cache, features)
-        if cache.k is not None:
-            check_apart(entry, cache.k_cache, cache.v_cache)
+        if cache.k is not None and cache.v is not None:
+            check_writable(entry, cache.k_cache, cache.v_cache, cache.k, cache.v)
     k_pages, v_pages, table = as_pages(cache, cache.cache_seqlens.shape[0])
     if settings is None:
         settings = call.settings._replace(max_seqlen_k=table.shape[1] * k_pages.shape[1])

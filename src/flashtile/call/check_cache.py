@@ -10,9 +10,10 @@ from .cache_tensors import EXAMPLE, CacheTensors, appended, count
 from .call import Tensors
 from .check import memory, offsets, pages
 from .features import INDEX_DTYPES
-from .overlap import overlap, overlaps_itself
+from .overlap import apart, overlap, overlaps_itself
+from .written import is_frozen
 
-MOST_DISTANCES = 256  # between caches of one layout
+MOST_DISTANCES = 256  # between the tensors of one layout
 
 
 def check_values(cache: CacheTensors, features: Tensors, table: Tensor, k_pages: Tensor, total: Tensor) -> None:
@@ -65,24 +66,40 @@ def check_positions(cache: CacheTensors, features: Tensors, lengths: list[int]) 
         raise ArgumentError("rotary_cos", cache.rotary_cos, accepted, EXAMPLE)
 
 
-def check_apart(entry: Any, k: Tensor, v: Tensor) -> None:
-    """Whether new keys and values can be written into the caches without changing others. The entry of the call, or
-    `None`, has distances between caches of these layouts that do not overlap.
+def check_writable(entry: Any, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
+    """Whether `k` and `v` can be written into the caches without changing others, or themselves. The entry of the
+    call, or `None`, has distances between tensors of these layouts that do not overlap.
     """
-    apart: set[int] = set() if entry is None else entry.apart
-    distance = v.data_ptr() - k.data_ptr()
-    if distance in apart:
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if is_frozen(x):
+            accepted = "a tensor made outside of torch.inference_mode(), when appending; or a call inside it"
+            raise ArgumentError(name, x, accepted, EXAMPLE)
+    known: set[tuple[int, ...]] = set() if entry is None else entry.apart
+    place = k_cache.data_ptr()
+    between = v_cache.data_ptr() - place
+    distances = between, k.data_ptr() - place, v.data_ptr() - place
+    if distances in known:
         return
-    for name, x in (("k_cache", k), ("v_cache", v)):
+    if (between,) not in known:
+        check_caches_apart(k_cache, v_cache)
+    for name, new in (("k", k), ("v", v)):
+        for cache in (k_cache, v_cache):
+            if not apart(new, cache) and overlap(new, cache):
+                accepted = "new tokens that share no element with a cache; `.clone()` of them"
+                raise ArgumentError(name, new, accepted, EXAMPLE)
+    if len(known) >= MOST_DISTANCES:
+        known.clear()
+    known.update(((between,), distances))
+
+
+def check_caches_apart(k_cache: Tensor, v_cache: Tensor) -> None:
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if overlaps_itself(x):
             accepted = f"a cache of which no two elements share memory, when appending; its strides are {x.stride()}"
             raise ArgumentError(name, x, accepted, EXAMPLE)
-    if overlap(k, v):
+    if overlap(k_cache, v_cache):
         accepted = "a cache that shares no element with k_cache, when appending; both may be parts of one tensor"
-        raise ArgumentError("v_cache", v, accepted, EXAMPLE)
-    if len(apart) >= MOST_DISTANCES:
-        apart.clear()
-    apart.add(distance)
+        raise ArgumentError("v_cache", v_cache, accepted, EXAMPLE)
 
 
 def check_cache(cache: CacheTensors, features: Tensors) -> None:

@@ -21,6 +21,13 @@ class Elements:
         }
 
 
+def apart(x: Tensor, y: Tensor) -> bool:
+    """Whether all of `x` lies before or behind all of `y`."""
+    first, last = sorted((x, y), key=Tensor.data_ptr)
+    reach = sum((n - 1) * stride for n, stride in zip(first.shape, first.stride(), strict=True))
+    return 0 in (x.numel(), y.numel()) or first.data_ptr() + (reach + 1) * first.element_size() <= last.data_ptr()
+
+
 def overlap(x: Tensor, y: Tensor) -> bool:
     """Whether an element of `x` and one of `y` share memory."""
     import numpy as np

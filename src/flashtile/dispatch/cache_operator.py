@@ -16,10 +16,11 @@ from ..call.cache import CacheCall
 from ..call.cache_tensors import CacheTensors, RotarySettings
 from ..call.call import FEATURES as FEATURES_OF_CALLS
 from ..call.call import SETTINGS, Call, Settings, Tensors, lse_shape, new_rows, public_lse
-from ..call.check_cache import check_apart
+from ..call.check_cache import check_writable
 from ..call.eager import in_forward_mode
 from ..call.features import CACHE, INDEX, TENSOR_LIST
 from ..call.problem import accumulation_dtype
+from ..call.written import mark_written
 from ..dynamo import untraced
 from ..errors import AttentionError
 from . import fast_path
@@ -103,9 +104,14 @@ def run(*operands: Any) -> tuple[Tensor, Tensor]:
 def run_with_cache(call: CacheCall) -> tuple[Tensor, Tensor]:
     """The operator's own work."""
     call.entry = call.entry or fast_path.find_call(call)
-    if call.entry is not None and call.entry.paged is not None and call.cache.k is not None:
-        check_apart(call.entry, call.cache.k_cache, call.cache.v_cache)  # else the checks of a new layout do
-    return public_lse(call, run_forward(call))
+    cache = call.cache
+    if cache.k is None or cache.v is None:
+        return public_lse(call, run_forward(call))
+    if call.entry is not None and call.entry.paged is not None:  # else the checks of a new layout do
+        check_writable(call.entry, cache.k_cache, cache.v_cache, cache.k, cache.v)
+    results = public_lse(call, run_forward(call))
+    mark_written(cache.k_cache, cache.v_cache)
+    return results
 
 
 def fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

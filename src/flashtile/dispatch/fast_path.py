@@ -91,7 +91,7 @@ class Entry:
         self.backward: dict[Hashable, list[Pass]] = {}  # by needs and absent tensors; each for other layouts
         self.paged: Settings | None = None  # of a KV-cache call whose cache has been checked
         self.rooms: set[int] = set()  # positions in sharded caches for which the call was accepted
-        self.apart: set[int] = set()  # distances in bytes between caches that do not overlap
+        self.apart: set[tuple[int, ...]] = set()  # distances in bytes between caches and new keys that do not overlap
         self.num_repeated = 0  # sets of arguments that `repeated.py` keeps for this call
 
 

@@ -18,10 +18,11 @@ from ..call import counting, sharding
 from ..call.cache import CacheCall
 from ..call.cache_tensors import CacheTensors
 from ..call.call import Call, Tensors, differentiable_positions, split_row_stats
-from ..call.check_cache import check_apart
+from ..call.check_cache import check_writable
 from ..call.eager import is_observed_without_key
 from ..call.memory import Layouts
 from ..call.window import ExactWindow
+from ..call.written import mark_written
 from ..dynamo import untraced
 from ..remember import remember
 from . import autograd, fast_path, forking, operators
@@ -31,8 +32,8 @@ MOST_OF_A_KEY = 16
 SCALARS = (type(None), bool, int, float, str)
 NAMED = Tensors._fields.index("score_mod_tensors")  # fields of one tensor
 NAMED_WITH_CACHE = NAMED + len(CacheTensors._fields)
-CACHES = NAMED + CacheTensors._fields.index("k_cache"), NAMED + CacheTensors._fields.index("v_cache")
-APPENDED = NAMED + CacheTensors._fields.index("k")
+CACHES = itemgetter(*(NAMED + CacheTensors._fields.index(name) for name in ("k_cache", "v_cache")))
+APPENDED = NAMED + CacheTensors._fields.index("k"), NAMED + CacheTensors._fields.index("v")
 POSITIONS = differentiable_positions(NAMED)
 
 
@@ -61,7 +62,7 @@ class Repeated:
     def __init__(self, call: Call, values: Sequence[Any], indices: dict[int, int], *, return_lse: bool):
         """`indices` has the index in `values`, the arguments, of each tensor by its place in the call's inputs."""
         self.settings, self.entry, self.return_lse = call.settings, call.entry, return_lse
-        self.rotary, self.appends = (call.rotary if isinstance(call, CacheCall) else None), APPENDED in indices
+        self.rotary, self.appends = (call.rotary if isinstance(call, CacheCall) else None), APPENDED[0] in indices
         self.scalars = [(n, x) for n, x in enumerate(values) if n not in indices.values()]
         used = [*dict.fromkeys(indices.values())]  # a cache is two inputs
         self.tensors = itemgetter(*used)
@@ -110,7 +111,9 @@ class Repeated:
         """`out` and `lse`, and perhaps what is kept for backward."""
         inputs = self.flat((*tensors, None))
         if self.appends:
-            check_apart(self.entry, *(inputs[n] for n in CACHES))
+            caches = CACHES(inputs)
+            check_writable(self.entry, *caches, *(inputs[n] for n in APPENDED))
+            mark_written(*caches)
         if self.recording is not None:
             results = self.recording(inputs)
             if results is not None:

@@ -11,7 +11,7 @@ from ..call import check, device
 from ..call.cache import as_pages
 from ..call.cache_tensors import CACHE_INDICES, CacheTensors, appended
 from ..call.call import Call, with_copies
-from ..call.check_cache import check_apart, check_cache, check_values
+from ..call.check_cache import check_cache, check_values, check_writable
 from ..call.problem import Problem
 from ..call.sharding import is_dtensor
 from ..dispatch.cache_operator import refuse_derivatives
@@ -72,8 +72,8 @@ def normalized(tensors: dict[str, Any], cache: CacheTensors, keywords: dict[str,
         raise ArgumentError("causal", "top_left", "True or False", EXAMPLE)
     refuse_derivatives(call.tensors[:-1], cache)
     check.memory(cache._asdict(), "paged")
-    if cache.k is not None:
-        check_apart(call.entry, cache.k_cache, cache.v_cache)
+    if cache.k is not None and cache.v is not None:
+        check_writable(call.entry, cache.k_cache, cache.v_cache, cache.k, cache.v)
     q = call.tensors.q
     if torch.is_autocast_enabled(q.device.type):
         k, v = (None if x is None else x.to(q.dtype) for x in (cache.k, cache.v))
