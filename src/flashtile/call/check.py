@@ -51,6 +51,16 @@ def memory(tensors: Mapping[str, Tensor | None], layout: str) -> None:
             raise ArgumentError(name, x, accepted, EXAMPLES[layout])
 
 
+def strided(call: Call) -> None:
+    """Whether all tensors are strided and on one device. Public functions have checked it; here come the tensors of
+    operators, and of hooks that changed what was saved.
+    """
+    device = call.tensors.q.device
+    for name, x in named(call).items():
+        if x is not None and (x.layout is not torch.strided or x.device != device):
+            raise ArgumentError(name, x, f"a strided tensor on the device of q, {device}", EXAMPLES[call.layout])
+
+
 def tensors(call: Call) -> None:
     """Shapes and dtypes of q, k and v."""
     t, layout = call.tensors, call.layout

@@ -90,6 +90,7 @@ class Problem:
         """
         if not call.is_plain_eager:  # or else the signature tells
             check.memory(check.named(call), call.layout)
+        check.strided(call)
         check.tensors(call)
         t, s = call.tensors, call.settings
         layout = call.layout

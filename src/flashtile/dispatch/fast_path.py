@@ -18,6 +18,7 @@ from ..backend.cpu.support import VECTORS_VARIABLE
 from ..backend.replays import Recording
 from ..call import check, counting, device
 from ..call.call import Call, Needs, Settings, differentiable_positions
+from ..call.check_results import check_results
 from ..call.memory import Layouts, layout_key
 from ..call.plan import Plan
 from ..expression import is_local
@@ -52,7 +53,11 @@ class Pass:
         """Run the `kind` function of the planned backend, or record it at the second call."""
         if self.plan is None:
             call, record = call.with_own_indices(), None
-            self.plan = plan_call(call, needs=needs)
+            chosen = plan_call(call, needs=needs)
+            if needs is not None:
+                _, *results = rest
+                check_results(call, *results)
+            self.plan = chosen
         else:
             call, record = checked(call), recorder_of(self.plan, kind)
         with inside(call):

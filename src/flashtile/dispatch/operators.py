@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import private_torch
-from ..call import check, counting
+from ..call import counting
 from ..call.call import (
     DIFFERENTIABLE,
     SETTINGS,
@@ -30,6 +30,7 @@ from ..call.call import (
     row_stats_shape,
     split_row_stats,
 )
+from ..call.check_results import check_results
 from ..call.eager import in_forward_mode, is_plain_eager
 from ..call.features import Field
 from ..call.numbers import of_program
@@ -204,9 +205,9 @@ def run_backward(
     results = (out, lse, dout, dlse)
     gradients = None if call.entry is None else fast_path.backward(call, inside_operator, needs, results)
     if gradients is None:
-        check.memory({"out": out, "lse": lse, "dout": dout, "dlse": dlse}, call.layout)
         requested, call = Needs.from_flat(needs), call.with_own_indices()
         chosen = plan_call(call, needs=requested)
+        check_results(call, out, lse, dout, dlse)
         with inside_operator(call):
             gradients = function_of(chosen, "backward")(chosen, call, requested, *results).flat()
         if counting.opened:
