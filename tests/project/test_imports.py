@@ -28,7 +28,7 @@ LONGEST_IMPORT = 0.17  # of the time of `import torch`, both with bytecode
 
 # Each line may import from the lines above it and from itself: a folder with its files, or a module.
 LAYERS = (
-    ("dynamo", "errors", "private_torch", "remember", "persistent", "processes", "supported"),
+    ("dynamo", "errors", "locks", "private_torch", "remember", "persistent", "processes", "supported"),
     ("iomodel",),
     ("expression",),
     ("score_mods", "mask_mods", "block_mask"),

@@ -1,7 +1,6 @@
 """Sharded calls: the way from the public functions to `flashtile.distributed`."""
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -9,6 +8,7 @@ from typing import Any
 
 from .. import private_torch
 from ..dynamo import untraced
+from ..locks import process_lock
 
 KEY = "flashtile.context_parallel"  # of a thread's context
 
@@ -16,7 +16,7 @@ contexts_open = False  # in any thread of the process
 innermost = ""  # the name of the context that was opened last in the process, by which compiled calls are guarded
 traced: Callable[..., Any] | None = None  # sharded calls in graphs; `flashtile.distributed` sets it
 _names: list[str] = []
-_lock = threading.Lock()
+_lock = process_lock()
 
 
 @contextmanager

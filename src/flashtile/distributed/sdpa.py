@@ -4,7 +4,6 @@ The kernels that `flashtile.compat.torch.activate` registers have no graph: PyTo
 their backward operators, which know nothing of a context. So an implementation above autograd takes these operators.
 """
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -21,11 +20,12 @@ from ..api.signatures import Causal
 from ..call import sharding
 from ..call.eager import PLAIN
 from ..errors import AttentionError
+from ..locks import process_lock
 from . import compiled
 from .calls import Placing
 from .inputs import DEFAULTS
 
-_lock = threading.Lock()
+_lock = process_lock()
 _count = 0
 _installed = ExitStack()
 

@@ -10,7 +10,6 @@ process compiles for itself.
 import contextlib
 import functools
 import hashlib
-import threading
 from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
@@ -20,11 +19,12 @@ import llvmlite
 import numpy as np
 from llvmlite import binding as llvm
 
+from ...locks import process_lock
 from .. import user_files
 from .targets import Target
 
 CHECKSUM = hashlib.sha256().digest_size
-_LOCK = threading.Lock()
+_LOCK = process_lock()  # around all that uses LLVM
 _LOADED: list[Any] = []  # engines, which own the machine code
 
 

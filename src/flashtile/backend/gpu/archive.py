@@ -64,7 +64,7 @@ class Archive:
         if self.index["sources"] != sources():
             raise ValueError("its kernels were made from other sources than this version has")
         self.driver = library()
-        self.lock = threading.Lock()  # of the file, which has one position
+        self.lock = threading.RLock()  # of the file, which counts its readers
         self.binaries: dict[tuple[Kernel, str], Binary] = {}
         self.quick: dict[Kernel, tuple[QuickKeys, dict[Hashable, Binary | None]]] = {}
 
@@ -203,9 +203,13 @@ def give_up(archive: Archive, error: Exception) -> None:
 
 
 def forget() -> None:
-    """Read the archives anew: for tests."""
+    """Read the archives anew."""
     _archives.clear()
     _devices.clear()
+
+
+if hasattr(os, "register_at_fork"):  # a child would read at its parent's position in the file, under its locks
+    os.register_at_fork(after_in_child=forget)
 
 
 def warn(path: Path, error: Exception) -> None:
