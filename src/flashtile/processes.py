@@ -105,13 +105,13 @@ def end_with_parent() -> None:
 def run_python(
     code: str, *arguments: str, env: Mapping[str, str] | None = None, timeout: float | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run `code` in a process of its own, which ends with this one.
+    """Run `code` in a process of its own, which ends with this one. It imports nothing from the working directory.
 
     Raises:
         subprocess.TimeoutExpired: after `timeout` seconds; the process and all below it have ended.
     """
     code = f"from flashtile import processes; processes.end_with_parent()\n{code}"
-    command = [sys.executable, "-c", code, *arguments]
+    command = [sys.executable, "-P", "-c", code, *arguments]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=env) as process:
         # Taken away from `communicate`, which would close it at once.

@@ -65,7 +65,10 @@ def tune(
         raise click.UsageError("--dtype float64: the Triton kernels do not take it")
     kernels = dict.fromkeys(kernel for name in passes or ("forward", "backward") for kernel in PASSES[name])
     if not dry_run:
-        Folder().convert(str(tuned.path().parent), None, None)
+        try:
+            Folder().convert(str(tuned.path().parent), None, None)
+        except FileNotFoundError as error:
+            raise click.ClickException(str(error)) from error
     rows = []
     try:
         for head_dim in head_dims:

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from ..processes import run_python
 
 TIMEOUT = 300.0  # seconds, compilation included
 CODE = "import sys; from flashtile.dispatch import compare_with_tiled as c; c.main(*sys.argv[1:])"
+PACKAGE = Path(__file__).parents[1]
+FOLDER = "self-checks"  # of answers, in the user's cache
 SOURCES = ("gpu", "hopper")  # folders below `backend` whose content decides what is compiled
 
 _answers: dict[str, str | None] = {}  # by key, of this process
@@ -62,7 +65,8 @@ def failure(backend: str, kernels: Any, arch: str) -> str | None:
 
 def answer(backend: str, kernels: Any) -> tuple[bool, str | None]:
     """Run the check. Returns whether its outcome is worth keeping, and the failure or `None`."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    paths = (*(path for path in sys.path if path), str(PACKAGE.parent))  # an empty one is the working directory
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     try:
         ended = run_python(CODE, backend, json.dumps(kernels), env=environment, timeout=TIMEOUT)
     except Exception as error:  # no other process can be started here, or it takes too long
@@ -78,20 +82,16 @@ def answer(backend: str, kernels: Any) -> tuple[bool, str | None]:
 def recorded(key: str) -> tuple[bool, str | None]:
     """Whether an earlier process has checked this, and its failure or `None`."""
     try:
-        stored = json.loads(file_of(key).read_text())
+        stored = json.loads(user_files.read(FOLDER, f"{key}.json"))
         failed = stored["failure"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False, None
     return failed is None or isinstance(failed, str), failed
 
 
 def record(key: str, content: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
-        user_files.write(file_of(key), (json.dumps(content, indent=1) + "\n").encode())
-
-
-def file_of(key: str) -> Any:
-    return user_files.directory() / "self-checks" / f"{key}.json"
+        user_files.write((json.dumps(content, indent=1) + "\n").encode(), FOLDER, f"{key}.json")
 
 
 def digest() -> str:

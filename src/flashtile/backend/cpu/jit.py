@@ -4,7 +4,7 @@ An object file's name is a hash of everything that determines its content: the s
 the processor with its features, and LLVM's version. A process that finds the file does not generate IR, the slowest
 step of a first call. Files are written to a temporary name and moved into place, so concurrent processes do not see
 partial files; a truncated or damaged file fails its checksum and is replaced. If the directory cannot be written, every
-process compiles for itself.
+process compiles for itself, as where someone else could have written it (`user_files`).
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterator
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import llvmlite
@@ -25,12 +24,8 @@ from .targets import Target
 
 CHECKSUM = hashlib.sha256().digest_size
 _LOCK = process_lock()  # around all that uses LLVM
+FOLDER = "cpu"  # of object files, in the user's cache
 _LOADED: list[Any] = []  # engines, which own the machine code
-
-
-def cache_directory() -> Path:
-    """The directory of object files."""
-    return user_files.directory() / "cpu"
 
 
 def hash_sources(package: Any) -> str:
@@ -59,13 +54,13 @@ def function_address(name: str, variant: Any, target: Target, source: Callable[[
     with _LOCK:
         key_parts = (SOURCES_HASH, name, variant, target, llvm.llvm_version_info)
         key = hashlib.sha256(repr(key_parts).encode()).hexdigest()
-        path = cache_directory() / f"{key[:32]}.o"
+        file = f"{key[:32]}.o"
         machine = target_machine(target)
-        code = read_object(path)
+        code = read_object(file)
         if code is None:
             code = compile_object(source(), machine)
             if hash_sources(PACKAGE) == SOURCES_HASH:  # not if they were edited since
-                write_object(path, code)
+                write_object(file, code)
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
         engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
@@ -101,16 +96,16 @@ def compile_object(source: str, machine: Any) -> bytes:
     return machine.emit_object(module)
 
 
-def read_object(path: Path) -> bytes | None:
-    """An object file's content; `None` if it is missing or damaged."""
+def read_object(file: str) -> bytes | None:
+    """An object file's content; `None` if it is missing or damaged, or someone else could have written it."""
     try:
-        stored = path.read_bytes()
+        stored = user_files.read(FOLDER, file)
     except OSError:
         return None
     checksum, code = stored[:CHECKSUM], stored[CHECKSUM:]
     return code if code and hashlib.sha256(code).digest() == checksum else None
 
 
-def write_object(path: Path, code: bytes) -> None:
+def write_object(file: str, code: bytes) -> None:
     with contextlib.suppress(OSError):
-        user_files.write(path, hashlib.sha256(code).digest() + code)
+        user_files.write(hashlib.sha256(code).digest() + code, FOLDER, file)

@@ -46,7 +46,11 @@ def path() -> Path:
 def launches(device: Device, family: str, width: int) -> dict[str, tuple[int, int, int, int]]:
     """The saved configurations for one width, by kernel."""
     here = (device.name, device.arch, installed(), family, width)
-    return {entry.kernel: entry.launch for entry in entries(path()) if entry.key[:5] == here}
+    try:
+        file = path()
+    except FileNotFoundError:  # there is no cache
+        return {}
+    return {entry.kernel: entry.launch for entry in entries(file) if entry.key[:5] == here}
 
 
 def installed() -> str:
@@ -57,10 +61,10 @@ def installed() -> str:
 def entries(file: Path) -> tuple[Entry, ...]:
     """The entries of a file; none, with a warning, if it is invalid."""
     try:
-        return parsed(file.read_text())
+        return parsed(user_files.read(file.name))
     except FileNotFoundError:
         return ()
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         warnings.warn(
             f"{file} is not used: {reason}\n  `flashtile tune` writes a new one", AttentionWarning, stacklevel=2
@@ -68,11 +72,11 @@ def entries(file: Path) -> tuple[Entry, ...]:
         return ()
 
 
-def parsed(text: str) -> tuple[Entry, ...]:
+def parsed(text: bytes) -> tuple[Entry, ...]:
     """The entries of a file's text.
 
     Raises:
-        ValueError, TypeError, KeyError: the file is invalid.
+        ValueError, TypeError, KeyError, RecursionError: the file is invalid.
     """
     found = json.loads(text)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
@@ -96,6 +100,6 @@ def save(entry: Entry) -> Path:
         entries.cache_clear()
         kept = [other for other in entries(file) if other.key != entry.key]
     text = json.dumps({"format": FORMAT, "entries": [x._asdict() for x in (*kept, checked(entry))]}, indent=1) + "\n"
-    user_files.write(file, text.encode())
+    user_files.write(text.encode(), FILE)
     entries.cache_clear()
     return file
