@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 import zipfile
@@ -165,6 +166,35 @@ def test_an_archive_that_does_not_fit_is_ignored(name: str, path: Path, monkeypa
         found = [archive.archive_for("sm_90") for _ in range(3)]
     assert found == [None] * 3
     assert len(warned) == 1
+
+
+def corrupted(content: bytes, draw: random.Random) -> bytes:
+    """A few bytes changed, most of them in the headers, or some left out."""
+    changed = bytearray(content)
+    for _ in range(draw.choice((1, 1, 2, 8))):
+        near_an_end = draw.choice((64, 400, len(changed)))
+        place = draw.randrange(min(near_an_end, len(changed))) * draw.choice((1, -1))
+        changed[place] = draw.choice((0, 255, changed[place] ^ 1 << draw.randrange(8)))
+    if draw.random() < 0.2:
+        start = draw.randrange(len(changed))
+        del changed[start : start + draw.randrange(200)]
+    return bytes(changed)
+
+
+def test_whatever_is_damaged_is_an_error_that_callers_warn_about(path: Path) -> None:
+    """Opened and read in full, an archive is as it was, or refused."""
+    content, refused = path.read_bytes(), 0
+    whole = Archive(path, "sm_90", FakeDriver)
+    digests = [x["cubin"] for kernel in whole.index["kernels"].values() for x in kernel["binaries"].values()]
+    images = [whole.image(digest) for digest in digests]
+    for seed in range(400):
+        path.write_bytes(corrupted(content, random.Random(seed)))
+        try:
+            found = Archive(path, "sm_90", FakeDriver)
+            assert [found.image(digest) for digest in digests] == images
+        except (OSError, ValueError):
+            refused += 1
+    assert 100 < refused < 400
 
 
 def test_an_altered_kernel_is_compiled_instead(path: Path) -> None:

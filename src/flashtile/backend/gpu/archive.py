@@ -5,13 +5,14 @@ named after the SHA-256 of its machine code. The file's comment is the SHA-256 o
 sources that it was made from: their hash is in the index. One that does not fit is ignored with one warning.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
 import threading
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,9 @@ class Archive:
     def __init__(self, path: Path, arch: str, library: Any = driver):
         import zipfile  # not needed by `import flashtile`
 
-        try:
+        with readable("it"):
             self.file = zipfile.ZipFile(path)
             text = self.file.read(INDEX)
-        except zipfile.BadZipFile as error:
-            raise ValueError(str(error)) from error
         if hashlib.sha256(text).hexdigest().encode() != self.file.comment:
             raise ValueError("its index was altered")
         self.path, self.arch, self.index = path, arch, json.loads(text)
@@ -123,20 +122,24 @@ class Archive:
         Raises:
             ValueError: it is damaged, or this Python has no lzma.
         """
-        import zipfile
-
-        try:
-            from lzma import LZMAError
-        except ImportError as error:  # a Python that was built without it
-            raise ValueError(f"kernels cannot be unpacked: {error}") from error
-        try:
-            with self.lock:
-                image = self.file.read(digest)
-        except (zipfile.BadZipFile, LZMAError, KeyError) as error:
-            raise ValueError(f"a kernel is damaged: {error}") from error
+        with self.lock, readable("a kernel"):
+            image = self.file.read(digest)
         if hashlib.sha256(image).hexdigest() != digest:
             raise ValueError("a kernel was altered")
         return image
+
+
+@contextlib.contextmanager
+def readable(what: str) -> Iterator[None]:
+    """Turn all that `zipfile` and its decompressors raise about a damaged file into a ValueError; a missing module of
+    theirs too.
+    """
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{what} cannot be unpacked: {type(error).__name__}: {error}") from error
 
 
 @functools.cache
