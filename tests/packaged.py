@@ -16,7 +16,15 @@ from pathlib import Path
 import click
 
 ROOT = Path(__file__).parents[1]
-NEEDED_IN_SDIST = ("README.md", "LICENSE", "CHANGELOG.md", "hatch_build.py", "docs/index.md", "tests/packaged.py")
+NEEDED_IN_SDIST = (
+    "README.md",
+    "LICENSE",
+    "SECURITY.md",
+    "CHANGELOG.md",
+    "hatch_build.py",
+    "docs/index.md",
+    "tests/packaged.py",
+)
 USE = """
 import flashtile, torch, sys
 assert sys.argv[1] in flashtile.__file__, flashtile.__file__
