@@ -1,6 +1,7 @@
 """`flashtile report`: everything is measured and shown, the page is complete and readable, failures are visible."""
 
 import csv
+import html
 import importlib.util
 import itertools
 import json
@@ -167,6 +168,16 @@ def test_plots_take_their_colors_from_the_page(made: Any) -> None:
         assert used <= set(re.findall(r"(--[\w-]+):", text))
     for picture in pictures:
         ElementTree.fromstring(picture)
+
+
+def test_names_are_no_formulas() -> None:
+    name = r"a $\bad$ name & \$ more"
+    shown = html.escape(name, quote=False)
+    for plot in (
+        Plot("lines", "t", [Series(name, [1, 2], [1, 2]), Series("b", [1, 2], [2, 3])], f"x {name}"),
+        Plot("dots", "t", [Series(name, [1, 2], [0, 0])], "x", kind="dots", rows=(name,), mark=1.0),
+    ):
+        assert svg_of(plot).count(f"{shown}</text>") == (2 if plot.kind == "lines" else 1)
 
 
 def test_a_plot_says_what_it_shows() -> None:

@@ -70,7 +70,9 @@ def lines(axes: Any, plot: Plot) -> None:
         if len(series.x) > 30:
             marker = None
         dashes = "--" if series.dashed else "-"
-        (line,) = axes.plot(series.x, series.y, dashes, color=color, marker=marker, ms=5, lw=1.8, label=series.name)
+        (line,) = axes.plot(
+            series.x, series.y, dashes, color=color, marker=marker, ms=5, lw=1.8, label=literal(series.name)
+        )
         line.set_gid(f"data-{n}")
         if series.low is not None and series.high is not None:
             axes.fill_between(series.x, series.low, series.high, color=color, alpha=0.18, lw=0)
@@ -97,9 +99,9 @@ def dots(axes: Any, plot: Plot) -> None:
         y = [row + SPREAD * (n - (len(plot.series) - 1) / 2) for row in series.y]  # dots of one row must not overlap
         if series.low is not None and series.high is not None:
             axes.hlines(y, series.low, series.high, color=color, lw=2.5, alpha=0.4)
-        (line,) = axes.plot(series.x, y, marker, color=color, ms=6, label=series.name)
+        (line,) = axes.plot(series.x, y, marker, color=color, ms=6, label=literal(series.name))
         line.set_gid(f"data-{n}")
-    axes.set_yticks(range(len(plot.rows)), plot.rows)
+    axes.set_yticks(range(len(plot.rows)), [literal(row) for row in plot.rows])
     axes.set_ylim(len(plot.rows) - 0.5, -0.5)
     if plot.mark is not None:
         axes.axvline(plot.mark, color=INK, lw=1)
@@ -121,12 +123,17 @@ def style(axes: Any, plot: Plot) -> None:
         spine.set_visible(side == "bottom" or (side == "left" and plot.kind == "lines"))
         spine.set_color(MUTED)
     axes.tick_params(which="both", color=MUTED, labelcolor=INK, length=3)
-    axes.set_xlabel(plot.x_label, color=MUTED)
+    axes.set_xlabel(literal(plot.x_label), color=MUTED)
     if len(plot.series) > 1:
         place = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "borderaxespad": 0.2, "handlelength": 1.6}
         names = sorted((len(series.name) for series in plot.series), reverse=True)
         columns = 2 if sum(names[:2]) <= ROOM else 1
         axes.legend(ncols=columns, frameon=False, labelcolor=INK, columnspacing=1.2, **place)
+
+
+def literal(text: str) -> str:
+    """Words for Matplotlib, which takes those between two dollar signs for a formula."""
+    return text.replace("$", r"\$")
 
 
 def thousands(x: float) -> str:
