@@ -169,7 +169,7 @@ def listed(num_blocks: Tensor, indices: Tensor, count: int) -> Tensor:
 
 def function_of(block_size: tuple[int, int], shape: tuple[int, ...], mask: MaskMod | None) -> Callable[..., Tensor]:
     """The mask function of a table of blocks' states."""
-    of_mask = None if mask is None else mask_mod_function(mask.key)
+    of_mask = None if mask is None else mask_mod_function(mask.current_key)
 
     def fn(b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor, states: Tensor, *tensors: Tensor) -> Tensor:
         place = (b if shape[0] > 1 else 0, h if shape[1] > 1 else 0, q_idx // block_size[0], k_idx // block_size[1])

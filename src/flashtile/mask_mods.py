@@ -178,7 +178,7 @@ def or_masks(*masks: MaskFunction) -> MaskMod:
 def combined(operation: Callable[[Any, Any], Any], masks: tuple[MaskFunction, ...]) -> MaskMod:
     """Masks whose results are combined."""
     mods = [MaskMod.of(mask) for mask in masks]
-    functions = [mask_mod_function(mod.key) for mod in mods]
+    functions = [mask_mod_function(mod.current_key) for mod in mods]
 
     def fn(b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor, *tensors: Tensor) -> Tensor:
         rest = iter(tensors)

@@ -233,14 +233,14 @@ def with_functions(
     if score_mod is not None:
         modifier = modifier_of(ScoreMod, score_mod, q.device)
         same_place(function, q, {f"score_mod.tensors[{n}]": x for n, x in enumerate(modifier.tensors)})
-        captured, settings = [*modifier.tensors], settings._replace(score_mod=modifier.key)
+        captured, settings = [*modifier.tensors], settings._replace(score_mod=modifier.current_key)
     if mask_mod is not None:
         modifier = modifier_of(MaskMod, mask_mod, q.device)
         if isinstance(modifier, BlockMask):
             reject_block_lists(function, modifier, tensors)
         same_place(function, q, {f"mask.tensors[{n}]": x for n, x in enumerate(modifier.tensors)})
         captured += constants(modifier.tensors)
-        settings = settings._replace(mask_mod=modifier.key, num_mask_tensors=len(modifier.tensors))
+        settings = settings._replace(mask_mod=modifier.current_key, num_mask_tensors=len(modifier.tensors))
     return tensors | {"score_mod_tensors": tuple(captured)}, settings
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ..expression import Formula
+from ..expression.program import type_of
 from . import device
 from .advice import broadcasts_to, layout_example, pairs_example
 from .call import FEATURES, Call, Tensors
@@ -239,15 +240,26 @@ def pages(table: Tensor, lengths: list[int], num_pages: int, page_size: int, exa
 
 
 def captured(call: Call, formula: Formula, batch: int, seqlens: tuple[int, int]) -> None:
-    """Whether captured tensors that are indexed by an index of the pair have an entry for each."""
-    s, heads = call.settings, call.tensors.q.shape[1]
-    ends = {"b": s.b0 + batch, "h": s.h0 + heads, "q_idx": s.i0 + seqlens[0], "k_idx": s.j0 + seqlens[1]}
-    instructions, first = formula.program.instructions, call.num_score_tensors if formula.is_mask else 0
+    """Whether the captured tensors of a formula are of the types that it was traced with, on q's device, and have an
+    entry for each index of the pair that indexes them.
+    """
+    s, q, example = call.settings, call.tensors.q, EXAMPLES[call.layout]
+    every, num_own = call.tensors.score_mod_tensors, s.num_mask_tensors if formula.is_mask else call.num_score_tensors
+    first = len(every) - num_own if formula.is_mask else 0
+    if num_own != len(formula.tensors) or first < 0:
+        accepted = f"{len(formula.tensors)} tensors, as its formula reads"
+        raise ArgumentError("mask.tensors" if formula.is_mask else "score_mod.tensors", num_own, accepted, example)
+    for n, (dtype, ndim) in enumerate(formula.tensors, first):
+        x = every[n]
+        if type_of(x) != (dtype, ndim) or x.device != q.device or x.layout is not torch.strided:
+            accepted = f"{dtype} with {ndim} dimensions on {q.device}, as its formula reads"
+            raise ArgumentError(name_of_captured(call, n), x, accepted, example)
+    ends = {"b": s.b0 + batch, "h": s.h0 + q.shape[1], "q_idx": s.i0 + seqlens[0], "k_idx": s.j0 + seqlens[1]}
+    instructions = formula.program.instructions
     for load in (x for x in instructions if x.op == "load"):
-        tensor = call.tensors.score_mod_tensors[first + load.value]
+        tensor = every[first + load.value]
         for dimension, operand in enumerate(load.operands):
             index = instructions[operand]
             if index.op == "input" and ends[index.value] > tensor.shape[dimension]:
                 accepted = f"at least {ends[index.value]} entries in dimension {dimension}, which {index.value} indexes"
-                name = name_of_captured(call, first + load.value)
-                raise ArgumentError(name, tensor, accepted, EXAMPLES[call.layout])
+                raise ArgumentError(name_of_captured(call, first + load.value), tensor, accepted, example)

@@ -78,7 +78,7 @@ def function_states(
     mod: MaskMod, sequences: list[int], heads: int, lengths: tuple[int, int], sizes: tuple[int, int]
 ) -> Tensor:
     """States of the blocks by a mask function, on its device."""
-    formula = mask_mod_formula(mod.key)
+    formula = mask_mod_formula(mod.current_key)
     if isinstance(formula, Untraced):
         accepted = f"a mask function that can be traced; this one cannot: {formula.reason}"
         raise ArgumentError("mask", mod.fn, accepted, EXAMPLE)

@@ -16,6 +16,7 @@ from . import registry
 from .content import cells_of, content_of, found_by_name
 from .formula import PREFIX, Formula, Untraced, formula_of
 from .purity import Role, examine, sample
+from .retyped import key_for, types_of
 
 _examined: set[str] = set()
 
@@ -73,6 +74,16 @@ class Modifier:
     def call_key(self) -> Hashable:
         """All that a call depends on of the function, without its tensors."""
         return self.key
+
+    @property
+    def current_key(self) -> str:
+        """The key for the tensors as they are now: a conversion of their module may have changed their dtypes.
+
+        Raises:
+            ArgumentError: they have other dimensions than those that the formula was traced with, or another kind of
+                numbers.
+        """
+        return key_for(self.key, types_of(self.tensors), self.role.hides)
 
     @classmethod
     def of(cls, modifier: "Self | Callable[..., Tensor]") -> Self:
