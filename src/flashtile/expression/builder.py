@@ -9,6 +9,8 @@ from .operations import ANY, OPERATIONS, SAME
 from .program import BOOL, INT32, INT64, INTEGERS, REAL, Instruction, Program, TensorType, number, used
 from .ranges import Range
 
+OF_BOOLS = {"add": "or_", "mul": "and_", "minimum": "and_", "maximum": "or_"}  # what PyTorch's mean of bools
+
 
 class Node(NamedTuple):
     """An instruction of the builder, by its number."""
@@ -116,6 +118,8 @@ class Builder:
 
     def op(self, name: str, *operands: Node) -> Node:
         """An operation on operands of any kinds that it takes, as PyTorch promotes them."""
+        if all(x.kind == BOOL for x in operands):
+            name = OF_BOOLS.get(name, name)
         operation = OPERATIONS[name]
         if name == "where":
             condition, *rest = operands

@@ -17,6 +17,10 @@ class UntraceableError(Exception):
     """Why a function has no program."""
 
 
+class ComputedError(UntraceableError):
+    """Why a function has a program for one call only."""
+
+
 def named(*names: str) -> Callable[[Any], Any]:
     """Register a function `(builder, *nodes) -> node` under the names of torch functions and methods."""
 
@@ -43,14 +47,30 @@ def special(*names: str) -> Callable[[Any], Any]:
 
 
 def direct(op: str, *names: str) -> None:
-    named(op, *names)(lambda b, *operands: b.op(op, *operands))
+    named(op, *names)(lambda b, *operands: b.op(op, *checked(op, *operands)))
+
+
+NO_BOOL = ("neg", "abs", "floordiv", "mod", "floor")  # PyTorch has none of bools alone
+NO_REAL = ("and_", "or_", "xor", "not_")
+
+
+def checked(op: str, *operands: Node) -> tuple[Node, ...]:
+    """The operands of an operation that PyTorch has of their kinds."""
+    kinds = {x.kind for x in operands}
+    if (op in NO_BOOL and kinds == {BOOL}) or (op == "sub" and BOOL in kinds):
+        raise UntraceableError(f"`{op}` of conditions; `x.int()` has the number of one")
+    if op in NO_REAL and REAL in kinds:
+        raise UntraceableError(f"`{op}` of real numbers")
+    if op == "where" and operands[0].kind != BOOL:
+        raise UntraceableError("`where` of what is no condition")
+    return operands
 
 
 for op, names in {
-    "mul": ("multiply",), "neg": ("negative",), "abs": ("absolute",), "sign": ("sgn",),
+    "mul": ("multiply",), "neg": ("negative",), "abs": ("absolute",),
     "minimum": (), "maximum": (), "where": (), "exp": (), "log": (), "tanh": (), "sigmoid": (), "erf": (),
     "sqrt": (), "rsqrt": (), "lt": ("less",), "le": ("less_equal",), "gt": ("greater",), "ge": ("greater_equal",),
-    "eq": (), "ne": ("not_equal",), "floor": (),
+    "eq": (), "ne": ("not_equal",),
 }.items():  # fmt: skip
     direct(op, *names)
 direct("and_", "bitwise_and")
@@ -80,7 +100,7 @@ def add(b: Builder, x: Node, y: Node) -> Node:
 
 @binary("sub", "subtract")
 def sub(b: Builder, x: Node, y: Node) -> Node:
-    return b.op("sub", x, y)
+    return b.op("sub", *checked("sub", x, y))
 
 
 @special("rsub")
@@ -101,15 +121,21 @@ def div(tracer: Any, x: Any, y: Any, *, rounding_mode: str | None = None) -> Any
 @named("floor_divide")
 def floor_divide(b: Builder, x: Node, y: Node) -> Node:
     if REAL in (x.kind, y.kind):
-        return b.op("floor", b.op("div", x, y))
-    return b.op("floordiv", x, y)
+        raise UntraceableError("a division of real numbers that rounds down, which is no rounded quotient")
+    return whole(b, "floordiv", x, y)
 
 
 @named("remainder")
 def remainder(b: Builder, x: Node, y: Node) -> Node:
     if REAL in (x.kind, y.kind):
         raise UntraceableError("a remainder of real numbers")
-    return b.op("mod", x, y)
+    return whole(b, "mod", x, y)
+
+
+def whole(b: Builder, op: str, x: Node, y: Node) -> Node:
+    if b.constant_of(y) == 0:
+        raise UntraceableError("a division by 0")
+    return b.op(op, *checked(op, x, y))
 
 
 def of_two(op: str, name: str) -> None:
@@ -129,10 +155,12 @@ def shift(name: str, op: str) -> None:
     """A shift by a constant: a product with a power of two, or a quotient that rounds down."""
 
     def call(tracer: Any, x: Any, bits: Any) -> Any:
-        b, n = tracer.builder, tracer.builder.constant_of(tracer.node(bits))
-        if not isinstance(n, int) or not 0 <= n < 63:
+        b, node, n = tracer.builder, tracer.node(x), tracer.builder.constant_of(tracer.node(bits))
+        if type(n) is not int or not 0 <= n < 63:
             raise UntraceableError("a shift by what is no constant from 0 to 62")
-        return tracer.proxy(b.op(op, b.as_integer(tracer.node(x)), b.constant(1 << n)))
+        if node.kind not in INTEGERS:
+            raise UntraceableError("a shift of what is no integer")
+        return tracer.proxy(b.op(op, node, b.constant(1 << n)))
 
     FUNCTIONS[name] = call
 
@@ -145,13 +173,20 @@ shift("bitwise_right_shift", "floordiv")
 def clamp(tracer: Any, x: Any, min: Any = None, max: Any = None) -> Any:  # noqa: A002
     """By conditions, as the derivative at a bound is that inside. Of integers, their range is known."""
     b, node = tracer.builder, tracer.node(x)
-    for bound, below, op in ((min, "lt", "maximum"), (max, "gt", "minimum")):
-        if bound is not None:
-            limit = tracer.node(bound)
-            if node.kind in INTEGERS and limit.kind in INTEGERS:
-                node = b.op(op, node, limit)
-            else:
-                node = b.op("where", b.op(below, node, limit), limit, node)
+    limits = [None if bound is None else tracer.node(bound) for bound in (min, max)]
+    given = [y for y in limits if y is not None]
+    if not given or all(y.kind == BOOL for y in (node, *given)):
+        raise UntraceableError("`clamp` of conditions, or without a bound")
+    if len(given) == 2 and any(y.kind == REAL and b.constant_of(y) is None for y in given):
+        raise UntraceableError("`clamp` between tensors, whose gradients PyTorch drops where they are equal")
+    for limit, below, op in zip(limits, ("lt", "gt"), ("maximum", "minimum"), strict=True):
+        if limit is not None and node.kind in INTEGERS and limit.kind in INTEGERS:
+            node = b.op(op, node, limit)
+        elif limit is not None:
+            outside, known = b.op(below, node, limit), b.constant_of(limit)
+            if limit.kind == REAL and (known is None or known != known):  # NaN hides what it bounds
+                outside = b.op("or_", outside, b.op("ne", limit, limit))
+            node = b.op("where", outside, limit, node)
     return tracer.proxy(node)
 
 
@@ -167,7 +202,7 @@ def clamp_max(tracer: Any, x: Any, max: Any) -> Any:  # noqa: A002
 
 @named("square")
 def square(b: Builder, x: Node) -> Node:
-    return b.op("mul", x, x)
+    return b.as_integer(x) if x.kind == BOOL else b.op("mul", x, x)
 
 
 @named("reciprocal")
@@ -185,32 +220,64 @@ def log2(b: Builder, x: Node) -> Node:
     return b.op("mul", b.op("log", x), b.constant(1 / math.log(2)))
 
 
+@named("floor")
+def floor(b: Builder, x: Node) -> Node:
+    [x] = checked("floor", x)
+    return b.op("floor", x) if x.kind == REAL else x
+
+
 @named("ceil")
 def ceil(b: Builder, x: Node) -> Node:
-    return b.op("neg", b.op("floor", b.op("neg", x)))
+    [x] = checked("floor", x)
+    return b.op("neg", b.op("floor", b.op("neg", x))) if x.kind == REAL else x
+
+
+@named("sign", "sgn")
+def sign(b: Builder, x: Node) -> Node:
+    return x if x.kind == BOOL else b.op("sign", x)
 
 
 @special("pow")
 def power(tracer: Any, x: Any, exponent: Any) -> Any:
     """`x ** n` for a number `n`: products for a whole one, else by logarithms."""
-    b = tracer.builder
+    b, base = tracer.builder, tracer.node(x)
     n = b.constant_of(tracer.node(exponent))
     if n is None:
         raise UntraceableError("a power whose exponent is no constant")
-    base = tracer.node(x)
-    if base.kind == BOOL or (base.kind in INTEGERS and (n < 0 or not isinstance(n, int))):
+    if base.kind == BOOL or isinstance(n, bool):
+        raise UntraceableError("a power of a condition")
+    if base.kind in INTEGERS and isinstance(n, int):
+        if n < 0:
+            raise UntraceableError("a negative power of an integer")
+    else:
         base = b.cast(base, REAL)
     if n in (0.5, -0.5):
         return tracer.proxy(b.op("sqrt" if n > 0 else "rsqrt", base))
-    if n != int(n):
-        return tracer.proxy(b.op("exp", b.op("mul", b.op("log", base), b.constant(float(n)))))
-    if abs(n) > 64:
+    if not math.isfinite(n) or (n == int(n) and abs(n) > 64):
         raise UntraceableError(f"a power of {n}")
-    result, factor, left = b.constant(1 if base.kind in INTEGERS else 1.0), base, int(abs(n))
+    if n != int(n):
+        return tracer.proxy(by_logarithm(b, base, float(n)))
+    result = b.constant(1 if base.kind in INTEGERS else 1.0)
+    factor, left = (reciprocal(b, base) if n < 0 else base), int(abs(n))
     while left:
         result = b.op("mul", result, factor) if left & 1 else result
         factor, left = (b.op("mul", factor, factor) if left > 1 else factor), left >> 1
-    return tracer.proxy(reciprocal(b, result) if n < 0 else result)
+    return tracer.proxy(result)
+
+
+def by_logarithm(b: Builder, x: Node, n: float) -> Node:
+    """`x ** n` for an `n` that is no whole number. At 0 and infinity, where the derivative of the logarithm makes NaN
+    of 0 * inf, it is another function of the same value and derivative there.
+    """
+    zero, infinity = b.constant(0.0), b.constant(math.inf)
+    if n < 0:  # PyTorch's has no sign of 0 and of infinity
+        size = b.op("where", b.op("eq", x, b.constant(-math.inf)), infinity, b.op("add", x, zero))
+        return b.op("exp", b.op("mul", b.op("log", size), b.constant(n)))
+    size = b.op("where", b.op("lt", x, zero), b.op("neg", x), b.op("add", x, zero))
+    at_end = b.op("or_", b.op("eq", x, zero), b.op("eq", size, infinity))
+    inside = b.op("where", at_end, b.constant(1.0), x)
+    end = b.op("mul", size, size) if n > 1 else b.op("sqrt", size)
+    return b.op("where", at_end, end, b.op("exp", b.op("mul", b.op("log", inside), b.constant(n))))
 
 
 @named("logical_and")
@@ -240,11 +307,23 @@ def isnan(b: Builder, x: Node) -> Node:
 
 @named("masked_fill")
 def masked_fill(b: Builder, x: Node, mask: Node, value: Node) -> Node:
+    """The numbers keep their kind."""
+    kinds = [BOOL, *INTEGERS, REAL]
+    if mask.kind != BOOL:
+        raise UntraceableError("`masked_fill` by what is no condition")
+    if kinds.index(value.kind) > kinds.index(x.kind) and not {value.kind, x.kind} <= {*INTEGERS}:
+        raise UntraceableError("`masked_fill` with a number of another kind")
     return b.op("where", mask, value, x)
 
 
-@named("clone", "contiguous", "positive")
+@named("clone", "contiguous")
 def clone(b: Builder, x: Node) -> Node:
+    return x
+
+
+@named("positive")
+def positive(b: Builder, x: Node) -> Node:
+    [x] = checked("neg", x)
     return x
 
 
