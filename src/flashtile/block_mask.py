@@ -79,7 +79,7 @@ class BlockMask(MaskMod):
                 )
             states = torch.where(full, FULL, states)
         self.seqlens, self.block_size = seqlens, block_size
-        inner = None if mask is None else MaskMod.of(mask)
+        inner = mask if mask is None or isinstance(mask, MaskMod) else MaskMod(mask)
         fn = function_of(block_size, states.shape, inner)
         super().__init__(fn, (states, *(() if inner is None else inner.tensors)))
 
@@ -99,7 +99,7 @@ class BlockMask(MaskMod):
     def as_function(self) -> MaskMod:
         """The same mask as a function of positions, which also holds for a part of the rows and keys."""
         made = MaskMod.__new__(MaskMod)
-        made.fn, made.key, made.tensors = self.fn, self.key, self.tensors
+        made.__dict__.update(self.__dict__)
         return made
 
     @classmethod

@@ -177,7 +177,7 @@ def or_masks(*masks: MaskFunction) -> MaskMod:
 
 def combined(operation: Callable[[Any, Any], Any], masks: tuple[MaskFunction, ...]) -> MaskMod:
     """Masks whose results are combined."""
-    mods = [MaskMod.of(mask) for mask in masks]
+    mods = [mask if isinstance(mask, MaskMod) else MaskMod(mask) for mask in masks]
     functions = [mask_mod_function(mod.current_key) for mod in mods]
 
     def fn(b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor, *tensors: Tensor) -> Tensor:

@@ -2,11 +2,15 @@
 
 import copy
 import functools
+import gc
 import importlib
+import operator
 import os
 import pickle
 import subprocess
 import sys
+import types
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -320,6 +324,113 @@ def test_a_method_is_one_function() -> None:
     model = Model()
     assert ScoreMod(model.modify).key == ScoreMod(model.modify).key
     assert ScoreMod(model.modify).key != ScoreMod(Model().modify).key
+
+
+class Named(float):
+    def __repr__(self) -> str:
+        return "Named"
+
+
+class Sized(tuple):
+    size: float
+
+
+def with_attribute(factor: float) -> Callable[..., Tensor]:
+    def fn(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.sinh(score) * fn.factor  # type: ignore[attr-defined]
+
+    fn.factor = factor  # type: ignore[attr-defined]
+    return fn
+
+
+def of_module(factor: float) -> Callable[..., Tensor]:
+    config = types.ModuleType("config")
+    config.factor = factor  # type: ignore[attr-defined]
+    return lambda score, b, h, i, j: torch.sinh(score) * config.factor
+
+
+def of_tuple(factor: float) -> Callable[..., Tensor]:
+    config = Sized((1, 2))
+    config.size = factor
+    return lambda score, b, h, i, j: torch.sinh(score) * config.size
+
+
+@pytest.mark.parametrize("make", [lambda x: untraceable(Named(x)), with_attribute, of_module, of_tuple])
+def test_values_that_look_alike_are_not_confused(make: Callable[[float], Callable[..., Tensor]]) -> None:
+    """Subclasses of numbers and tuples, attributes of functions, and modules of one name."""
+    mods = [ScoreMod(make(x)) for x in (1.0, 3.0)]
+    assert mods[0].key != mods[1].key
+    for mod, factor in zip(mods, (1.0, 3.0), strict=True):
+        found = flashtile.attention(Q, K, V, score_mod=mod, backend="tiled")
+        assert torch.equal(found, flashtile.attention(Q, K, V, score_mod=untraceable(factor), backend="tiled"))
+
+
+@pytest.mark.parametrize(
+    "mod_of",
+    [
+        lambda model: model.modify, lambda model: lambda *x, models=[model]: torch.sinh(x[0]),
+        lambda model: ScoreMod(model.modify), lambda model: ScoreMod(lambda *x: models_first([model], *x)),
+    ],
+)  # fmt: skip
+def test_functions_keep_no_objects(mod_of: Callable[["Model"], Any]) -> None:
+    """A function lives until the last backward pass that needs it."""
+    q = Q.clone().requires_grad_()
+    model = Model()
+    alive = weakref.ref(model)
+    out = flashtile.attention(q, K, V, score_mod=mod_of(model), backend="tiled")
+    del model
+    gc.collect()
+    out.sum().backward()
+    assert q.grad is not None
+    del out
+    gc.collect()
+    assert alive() is None
+
+
+def models_first(models: list["Model"], *arguments: Tensor) -> Tensor:
+    return models[0].modify(*arguments)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda s, b, h, i, j: swallowed(torch.sinh, s), lambda s, b, h, i, j: swallowed(lambda x: x[None][0] * 2, s),
+        lambda s, b, h, i, j: swallowed(lambda x: 2 * x if x > 0 else 3 * x, s), lambda s, b, h, i, j: swallowed(float, s) + s,
+        lambda s, b, h, i, j: swallowed(lambda x: x @ x, s),
+    ],
+)  # fmt: skip
+def test_an_error_that_a_function_catches(fn: Callable[..., Tensor]) -> None:
+    """It does something else on stand-ins than on tensors, so there is no formula."""
+    assert not ScoreMod(fn).traced
+
+
+def swallowed(fn: Callable[..., Any], x: Tensor) -> Any:
+    try:
+        return fn(x)
+    except Exception:
+        return x
+
+
+def test_stand_ins_are_tensors() -> None:
+    table = torch.randn(5, 7)
+
+    def fn(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + table[i, j] if torch.is_tensor(i) and isinstance(score, Tensor) else score
+
+    assert str(ScoreMod(fn)) == "score + tensor0[q_idx, k_idx]"
+
+
+def test_operations_in_place() -> None:
+    """On numbers that the function has made, under all their names."""
+
+    def fn(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        x = score * 2
+        y = x
+        x += 1
+        return x + y
+
+    assert str(ScoreMod(fn)) == "x0 = score * 2 + 1\nx0 + x0"
+    assert not ScoreMod(lambda score, b, h, i, j: operator.iadd(i + 0, 0.5) * score).traced
 
 
 def test_captured_tensors_get_gradients() -> None:

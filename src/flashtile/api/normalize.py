@@ -259,7 +259,7 @@ def modifier_of(kind: type[Modifier], value: Any, device: torch.device) -> Modif
     """The ScoreMod or MaskMod of an argument."""
     if is_flex(value) and not torch.compiler.is_compiling():
         value = BlockMask.of_flex(value)
-    if isinstance(value, kind):
+    if isinstance(value, kind) and not value.each_call:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # what it reads may have changed since
             value.reject_undeclared_gradients(device)
         return value
@@ -268,7 +268,8 @@ def modifier_of(kind: type[Modifier], value: Any, device: torch.device) -> Modif
         example = (
             f"mod = flashtile.{role.owner}(fn, (tensor,)) outside, and {role.argument}=mod inside the compiled function"
         )
-        raise ArgumentError(role.argument, value, f"a flashtile.{role.owner}, under torch.compile", example)
+        accepted = f"a flashtile.{role.owner} of a function that calculates with single numbers, under torch.compile"
+        raise ArgumentError(role.argument, value, accepted, example)
     return kind.of(value)
 
 

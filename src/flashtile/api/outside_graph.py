@@ -1,7 +1,8 @@
 """Calls with functions of scores and masks that a compiled program cannot contain: they run between its graphs.
 
 A formula is traced from a function outside of Dynamo: `flashtile.ScoreMod` and `flashtile.MaskMod` have one. A bare
-function, or PyTorch's BlockMask, gets its own in each call, so that the call breaks the graph.
+function, PyTorch's BlockMask, or a function that calculates with whole tensors, gets its own in each call, so that the
+call breaks the graph.
 """
 
 from collections.abc import Callable
@@ -15,9 +16,10 @@ from ..dynamo import untraced
 from ..expression.modifier import Modifier
 
 REASON = (
-    "a bare function as score_mod or mask, or PyTorch's BlockMask, is no part of a graph. For a graph without breaks, "
-    "make flashtile.ScoreMod(fn), flashtile.MaskMod(fn) or flashtile.BlockMask.of_flex(block_mask) outside of the "
-    "compiled function, and pass that"
+    "a bare function as score_mod or mask, PyTorch's BlockMask, or a function that computes from whole tensors that it "
+    "finds, is no part of a graph. For a graph without breaks, make flashtile.ScoreMod(fn), flashtile.MaskMod(fn) or "
+    "flashtile.BlockMask.of_flex(block_mask) outside of the compiled function, and pass that; what is computed from "
+    "whole tensors is among its `tensors`"
 )
 
 
@@ -27,7 +29,9 @@ def breaks_graph(*functions: Any) -> bool:
 
 
 def is_bare(x: Any) -> bool:
-    return x is not None and not isinstance(x, Modifier | Tensor) and (is_flex(x) or callable(x))
+    if isinstance(x, Modifier):
+        return x.each_call
+    return x is not None and not isinstance(x, Tensor) and (is_flex(x) or callable(x))
 
 
 @untraced

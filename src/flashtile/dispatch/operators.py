@@ -37,6 +37,7 @@ from ..call.numbers import of_program
 from ..call.problem import accumulation_dtype
 from ..dynamo import untraced
 from ..errors import AttentionError
+from ..expression.registry import held
 from . import fast_path, forking
 from .passes import function_of
 from .planner import count, plan_call
@@ -142,6 +143,7 @@ class Operators:
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         call = self.call(inputs)
         ctx.settings = call.settings
+        ctx.functions = held(call.settings.score_mod, call.settings.mask_mod)
         ctx.save_for_backward(*output, *call.tensors.flat())
 
     def derivative(self, ctx: Any, dout: Tensor, dstats: Tensor) -> tuple[Any, ...]:

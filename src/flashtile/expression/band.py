@@ -12,7 +12,7 @@ from .builder import Builder, Node
 from .formula import Formula
 from .program import INTEGERS, Instruction
 from .purity import MASK_MOD
-from .registry import formula_of
+from .registry import formula_of, is_local
 from .sides import Linear, difference, linear_form
 
 LARGEST = 2**30  # number in a condition; sums of it and of two positions have 32 bits
@@ -44,7 +44,7 @@ def split(key: str) -> tuple[int | None, int | None, str | None] | None:
     """The sides of the band of a mask function, by its key, and the key of its other conditions, `None` if there are
     none; no result for a function without a band.
     """
-    return split_key(key)
+    return None if is_local(key) else split_key(key)  # such a key keeps its function
 
 
 @functools.lru_cache(maxsize=1024)

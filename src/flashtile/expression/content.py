@@ -3,9 +3,11 @@
 import dis
 import functools
 import hashlib
+import itertools
 import os
 import sys
 import types
+import weakref
 from collections.abc import Collection
 from typing import Any
 
@@ -15,25 +17,27 @@ from ..dynamo import untraced
 from ..errors import ArgumentError
 from .purity import SCORE_MOD, Role
 
-CONSTANTS = (int, float, complex, str, bytes, types.NoneType, types.EllipsisType, torch.dtype, torch.device)
+# Of exactly these types: a subclass may have attributes, and a `repr` without them.
+CONSTANTS = (bool, int, float, complex, str, bytes, types.NoneType, types.EllipsisType, torch.dtype, torch.device)
+TUPLES = (tuple, torch.Size)
 LOCAL = "-local"
 HERE = os.urandom(8)  # this process
-_kept: dict[int, Any] = {}  # by address, which then stays their own
 
 
 @untraced
-def content_of(fn: Any, without: Collection[int] = (), role: Role = SCORE_MOD) -> str:
+def content_of(fn: Any, without: Collection[int] = (), role: Role = SCORE_MOD) -> tuple[str, list[Any]]:
     """A digest that functions share if they do the same, as far as that follows from code and constants: of their
-    closures, defaults and globals, and of the functions that they call. Modules are taken by their names, and so are
-    functions of torch. Other objects stand for themselves: then no other process finds the same digest, which ends in
-    LOCAL. The variables of the closure at `without` are left out.
+    closures, defaults and globals, and of the functions that they call. Imported modules are taken by their names, and
+    so are functions of torch. Other objects stand for themselves: then no other process finds the same digest, which
+    ends in LOCAL, and holds for as long as the second result lives. The variables of the closure at `without` are left
+    out.
 
     Raises:
         ArgumentError: a variable of the closure has no value yet.
     """
     content = Content(role)
     text = repr(content.of_function(fn, without) if without else content.of(fn))
-    return hashlib.sha256(text.encode()).hexdigest()[:16] + LOCAL * content.local
+    return hashlib.sha256(text.encode()).hexdigest()[:16] + LOCAL * content.local, content.numbered
 
 
 def cells_of(fn: types.FunctionType, without: Collection[int] = (), role: Role = SCORE_MOD) -> list[Any]:
@@ -52,31 +56,59 @@ def cells_of(fn: types.FunctionType, without: Collection[int] = (), role: Role =
     return found
 
 
+class Numbered:
+    """An object that has no weak references, and its number."""
+
+    def __init__(self, value: Any):
+        self.value, self.number = value, next(_numbers)
+
+
+_numbers = itertools.count()
+_weak: dict[int, tuple[Any, int]] = {}  # references to objects and their numbers, by address
+_strong: weakref.WeakValueDictionary[int, Numbered] = weakref.WeakValueDictionary()
+
+
+def number_of(value: Any) -> tuple[int, Any]:
+    """A number that no other object has or had, and what has to live for the object to keep it."""
+    address = id(value)
+    known = _weak.get(address)
+    if known is not None and known[0]() is value:
+        return known[1], None
+    try:
+        reference = weakref.ref(value, lambda _: _weak.pop(address, None))
+    except TypeError:
+        numbered = _strong.get(address) or Numbered(value)
+        _strong[address] = numbered
+        return numbered.number, numbered
+    _weak[address] = reference, next(_numbers)
+    return _weak[address][1], None
+
+
 class Content:
     """The description of one function, in tuples of text and numbers."""
 
     def __init__(self, role: Role) -> None:
         self.role = role
         self.local = False
+        self.numbered: list[Any] = []
         self.seen: dict[int, int] = {}  # functions, which may call each other
 
     def of(self, value: Any) -> Any:
-        if isinstance(value, CONSTANTS):
+        if type(value) in CONSTANTS:
             return type(value).__qualname__, repr(value)  # 1, 1.0 and True are equal, and mean different programs
-        if isinstance(value, tuple):
+        if type(value) in TUPLES:
             return type(value).__qualname__, *map(self.of, value)
-        if isinstance(value, functools.partial):
-            return "partial", self.of(value.func), self.of(value.args), self.of(tuple(value.keywords.items()))
         if isinstance(value, types.MethodType):  # each access makes a new object of the same function and instance
             return "method", self.of(value.__func__), self.of(value.__self__)
-        if isinstance(value, types.ModuleType):
+        if is_imported(value):
             return "module", value.__name__
         if known_by_name(value):
             return "name", value.__module__, value.__qualname__
-        if isinstance(value, types.FunctionType):
+        if isinstance(value, types.FunctionType) and not value.__dict__:
             return self.of_function(value)
-        _kept[id(value)] = value
-        return self.local_to_here(id(value))
+        if type(value) is functools.partial and not value.__dict__:
+            return "partial", self.of(value.func), self.of(value.args), self.of(tuple(value.keywords.items()))
+        return self.local_to_here(value)
 
     def of_function(self, fn: types.FunctionType, without: Collection[int] = ()) -> Any:
         if id(fn) in self.seen:
@@ -93,13 +125,25 @@ class Content:
         if name not in fn.__globals__:
             return "builtin"
         value = fn.__globals__[name]
-        if isinstance(value, (*CONSTANTS, tuple, types.ModuleType, types.FunctionType)) or known_by_name(value):
+        if (
+            type(value) in (*CONSTANTS, *TUPLES)
+            or isinstance(value, types.FunctionType)
+            or is_imported(value)
+            or known_by_name(value)
+        ):
             return self.of(value)
-        return self.local_to_here(id(fn.__globals__))
+        return self.local_to_here(fn.__globals__)
 
-    def local_to_here(self, number: int) -> Any:
+    def local_to_here(self, value: Any) -> Any:
         self.local = True
+        number, numbered = number_of(value)
+        self.numbered.append(numbered)
         return "local", HERE, os.getpid(), number
+
+
+def is_imported(value: Any) -> bool:
+    """Whether a value is the module of its name."""
+    return isinstance(value, types.ModuleType) and sys.modules.get(value.__name__) is value
 
 
 def known_by_name(value: Any) -> bool:

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from . import torch_code
 from .derivative import Partials, partials
-from .functions import UntraceableError
+from .functions import ComputedError, UntraceableError
 from .inlined import inlined
 from .program import BOOL, Instruction, Program, TensorType, type_of
 from .purity import SCORE_MOD, Role
+from .stand_ins import Standing
 from .text import text
-from .trace import Standing, trace
+from .trace import trace
 
 PREFIX = "formula "  # of keys that are formulas
 
@@ -83,26 +84,27 @@ class Formula(NamedTuple):
 
 
 class Untraced(NamedTuple):
-    """Why a function has no formula."""
+    """Why a function has no formula; `each_call`, it has one for a single call."""
 
     reason: str
+    each_call: bool = False
 
     def __str__(self) -> str:
         return f"not traced: {self.reason}"
 
 
 def formula_of(
-    fn: Callable[..., Any], tensors: Sequence[Tensor] = (), role: Role = SCORE_MOD
+    fn: Callable[..., Any], tensors: Sequence[Tensor] = (), role: Role = SCORE_MOD, *, once: bool = False
 ) -> tuple[Formula, list[Tensor]] | Untraced:
-    """The formula of a function, and all tensors that it reads: its arguments first.
+    """The formula of a function, and all tensors that it reads: its arguments first. `once`, it is for later calls too.
 
     Raises:
         ArgumentError: the function draws random numbers, or writes into a tensor that it has not made.
     """
     try:
-        program, found = trace(fn, tensors, role)
+        program, found = trace(fn, tensors, role, once=once)
     except UntraceableError as error:
-        return Untraced(str(error))
+        return Untraced(str(error), isinstance(error, ComputedError))
     return Formula(program, tuple(type_of(x) for x in found)), found
 
 

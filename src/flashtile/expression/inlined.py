@@ -5,7 +5,8 @@ from typing import Any
 
 from .builder import Node
 from .program import INPUTS, INTEGERS, Program, emit
-from .trace import Captured, Proxy, Standing, Tracer
+from .stand_ins import Captured, Proxy, Standing
+from .trace import Tracer
 
 
 class Inlined:
@@ -46,6 +47,6 @@ class Inlined:
 
 def inlined(program: Program, inputs: Sequence[Any], tensors: Sequence[Any]) -> Proxy:
     """The stand-in of a program's result, for inputs and tensors of which some are stand-ins."""
-    tracer = next(x.tracer for x in (*inputs, *tensors) if isinstance(x, Standing))
+    tracer: Any = next(x.tracer for x in (*inputs, *tensors) if isinstance(x, Standing))
     captured = [tracer.standing(x) for x in tensors]
     return tracer.proxy(emit(program, Inlined(tracer, inputs, captured))[0])

@@ -18,13 +18,13 @@ from .formula import PREFIX, Formula, Untraced, formula_of
 from .purity import Role, examine, sample
 from .retyped import key_for, types_of
 
-_examined: set[str] = set()
-
 
 class Modifier:
     """A function of pairs, `fn`, with the tensors that it reads."""
 
     role: ClassVar[Role]
+    each_call = False  # whether the function has another formula in each call
+    kept_key: str | None = None  # the same as `key`; keeps a function that reads objects of this process
 
     @untraced
     def __init__(self, fn: Callable[..., Tensor], tensors: Iterable[Tensor] = ()):
@@ -40,7 +40,7 @@ class Modifier:
         for tensor in self.tensors:
             if not isinstance(tensor, Tensor):
                 raise ArgumentError(name, tensor, "tensors only", role.example)
-        self._take(formula_of(fn, self.tensors, role))
+        self._take(formula_of(fn, self.tensors, role, once=True))
 
     def _take(self, traced: tuple[Formula, list[Tensor]] | Untraced) -> None:
         if isinstance(traced, Untraced):
@@ -57,14 +57,19 @@ class Modifier:
         device = self.tensors[0].device if self.tensors else torch.get_default_device()
         fn, role = self.fn, self.role
         lifted = isinstance(fn, _Lifted)
-        content = content_of(fn.fn, fn.captured, role) if lifted else content_of(fn, (), role)
+        content, numbered = content_of(fn.fn, fn.captured, role) if lifted else content_of(fn, (), role)
         self.key = f"{role.argument} {getattr(fn, '__name__', type(fn).__name__)}#{content}"
-        # Of functions with the same content the last one counts: its globals still are what they were when it was read.
-        registry.register(self.key, _frozen(fn) if isinstance(fn, types.FunctionType) else fn, reason)
-        if self.key not in _examined:  # before it runs for anything else: it might write into `tensors`
+        if registry.registered(self.key) is None:  # before it runs for anything else: it might write into `tensors`
             examine(fn, self.tensors, device, role)
-            _examined.add(self.key)
-        self.reject_undeclared_gradients(device)
+        # Of functions with the same content the last one counts: its globals still are what they were when it was read.
+        frozen = _frozen(fn) if isinstance(fn, types.FunctionType) else fn
+        if registry.is_local(self.key):
+            self.kept_key = registry.register_local(self.key, frozen, reason, numbered)
+        else:
+            registry.register(self.key, frozen, reason)
+        self.each_call = reason.each_call
+        if not self.each_call:
+            self.reject_undeclared_gradients(device)
 
     @property
     def traced(self) -> bool:
@@ -83,24 +88,34 @@ class Modifier:
             ArgumentError: they have other dimensions than those that the formula was traced with, or another kind of
                 numbers.
         """
-        return key_for(self.key, types_of(self.tensors), self.role.hides)
+        if self.traced:
+            return key_for(self.key, types_of(self.tensors), self.role.hides)
+        return self.key if self.kept_key is None or torch.compiler.is_compiling() else self.kept_key
 
     @classmethod
     def of(cls, modifier: "Self | Callable[..., Tensor]") -> Self:
-        """The value of an argument. Of a bare function that cannot be traced, tensors in the closure become its
-        `tensors`.
+        """The value of an argument in one call. Of a bare function that cannot be traced, tensors in the closure become
+        its `tensors`.
         """
         if isinstance(modifier, cls):
-            return modifier
+            return modifier.of_call() if modifier.each_call else modifier
         if not isinstance(modifier, types.FunctionType):
             return cls(modifier)  # type: ignore[arg-type]
-        made, traced = cls.__new__(cls), formula_of(modifier, (), cls.role)
+        made = cls.__new__(cls)
         made.fn, made.tensors = modifier, ()
-        if isinstance(traced, Untraced):
-            cells = cells_of(modifier, (), cls.role)
+        return made.of_call()
+
+    def of_call(self) -> Self:
+        """The modifier of one call, for which its function is traced."""
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__, each_call=False)
+        fn = registry.function_of(self.key, self.role) if self.each_call else self.fn
+        traced = formula_of(fn, self.tensors, self.role)
+        if isinstance(traced, Untraced) and isinstance(fn, types.FunctionType) and not self.tensors:
+            cells = cells_of(fn, (), self.role)
             captured = [n for n, value in enumerate(cells) if isinstance(value, Tensor)]
             if captured:
-                made.fn, made.tensors = _Lifted(modifier, captured, cls.role), tuple(cells[n] for n in captured)
+                made.fn, made.tensors = _Lifted(fn, captured, self.role), tuple(cells[n] for n in captured)
         made._take(traced)
         return made
 
@@ -119,9 +134,11 @@ class Modifier:
             except Exception:  # the call itself reports what fails on real scores, with their shapes
                 return
         if isinstance(score, Tensor) and (score.requires_grad or has_tangent(score)):
+            untraced = registry.formula_of(self.key, self.role)
+            assert isinstance(untraced, Untraced)
             accepted = (
                 "a function whose differentiable tensors are all passed as `tensors` of a flashtile.ScoreMod, or one "
-                f"that can be traced; this one cannot: {registry._untraced[self.key].reason}"
+                f"that can be traced; this one cannot: {untraced.reason}"
             )
             raise ArgumentError(self.role.argument, self.fn, accepted, self.role.example)
 

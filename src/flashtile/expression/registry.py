@@ -7,7 +7,9 @@ another process either the same function or none.
 """
 
 import warnings
+import weakref
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -16,23 +18,59 @@ from .content import LOCAL
 from .formula import PREFIX, Formula, Untraced
 from .purity import MASK_MOD, SCORE_MOD, Role
 
-_functions: dict[str, Callable[..., Tensor]] = {}
-_untraced: dict[str, Untraced] = {}
+
+class Registered(NamedTuple):
+    """A function, and why it is no formula."""
+
+    fn: Callable[..., Tensor]
+    untraced: Untraced | None = None
+
+
+class LocalKey(str):
+    """The key of a function that reads objects of this process. The function lives as long as its key, so that no
+    object outlives the calls that need it.
+    """
+
+    registered: Registered
+    numbered: list[Any]  # the objects' numbers
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (str(self),)
+
+
+_functions: dict[str, Registered] = {}
+_local: weakref.WeakValueDictionary[str, LocalKey] = weakref.WeakValueDictionary()
 MANY_FUNCTIONS = 1000
 
 
 def register(key: str, fn: Callable[..., Tensor], untraced: Untraced | None = None) -> None:
     """Keep a function under its key; `untraced` is why it is no formula."""
     new = key not in _functions
-    _functions[key] = fn
-    if untraced is not None:
-        _untraced[key] = untraced
+    _functions[key] = Registered(fn, untraced)
     if new and len(_functions) == MANY_FUNCTIONS:
         message = (
             f"{MANY_FUNCTIONS} different score_mod and mask functions have been registered, and each stays in memory. "
             "If a number in the closure changes from call to call, pass it as a tensor: ScoreMod(fn, (tensor,))."
         )
         warnings.warn(message, AttentionWarning, stacklevel=5)
+
+
+def register_local(key: str, fn: Callable[..., Tensor], untraced: Untraced, numbered: list[Any]) -> LocalKey:
+    """The key of a function that reads objects of this process, which is known while this key lives."""
+    local = _local.get(key) or LocalKey(key)
+    local.registered, local.numbered = Registered(fn, untraced), numbered
+    _local[str(key)] = local
+    return local
+
+
+def registered(key: str) -> Registered | None:
+    local = _local.get(key)
+    return _functions.get(key) if local is None else local.registered
+
+
+def held(*keys: str | None) -> list[LocalKey | None]:
+    """What keeps the functions of these keys."""
+    return [None if key is None else _local.get(key) for key in keys]
 
 
 def score_mod_function(key: str) -> Callable[..., Tensor]:
@@ -72,16 +110,20 @@ def mask_mod_formula(key: str) -> Formula | Untraced:
 
 
 def formula_of(key: str, role: Role) -> Formula | Untraced:
-    fn = function_of(key, role)
-    return fn if isinstance(fn, Formula) else _untraced[key]
+    found = known(key, role)
+    return found.fn if isinstance(found.fn, Formula) else found.untraced or Untraced("it is no formula")
 
 
 def function_of(key: str, role: Role) -> Callable[..., Tensor]:
-    fn = _functions.get(key)
-    if fn is None and key.startswith(PREFIX):
-        fn = Formula.of_key(key)
-        register(key, fn)
-    if fn is None:
+    return known(key, role).fn
+
+
+def known(key: str, role: Role) -> Registered:
+    found = registered(key)
+    if found is None and key.startswith(PREFIX):
+        register(key, Formula.of_key(key))
+        found = registered(key)
+    if found is None:
         accepted = f"a flashtile.{role.owner} of the same function, made in this process before the program runs: " + (
             "a function that reads no objects but constants, modules and functions; what it reads of tensors are its "
             "`tensors`"
@@ -92,7 +134,7 @@ def function_of(key: str, role: Role) -> Callable[..., Tensor]:
             f"a program contains the {role.argument} {key!r}, which this process does not know: a program that was "
             f"exported has the name of a function that cannot be traced, not its code.\n  accepted: {accepted}"
         )
-    return fn
+    return found
 
 
 def is_local(key: str) -> bool:

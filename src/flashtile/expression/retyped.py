@@ -1,5 +1,5 @@
-"""Formulas for tensors of other dtypes than those they were traced with: `module.to(torch.bfloat16)` changes a parameter
-in place, below a ScoreMod of it.
+"""Formulas for tensors of other dtypes than those they were traced with: `module.to(torch.bfloat16)` changes a
+parameter in place, below a ScoreMod of it.
 """
 
 import functools
@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import ArgumentError
 from ..private_torch import constant_result
 from . import registry
-from .formula import Formula, Untraced, formula_of
+from .formula import Untraced, formula_of
 from .program import BOOL, INT64, REAL, TensorType
 from .purity import MASK_MOD, SCORE_MOD
 

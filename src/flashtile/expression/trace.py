@@ -5,11 +5,10 @@ The signatures are those of `score_mod` and `mask_mod` in Dong et al., "Flex Att
 """
 
 import linecache
-import operator
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,39 +16,55 @@ from torch.overrides import TorchFunctionMode
 
 from .. import private_torch
 from ..errors import AttentionError
-from ..private_torch import operator_types
+from ..private_torch import tree_leaves
 from . import activations  # noqa: F401 - adds its functions to FUNCTIONS
 from .builder import Builder, Node
-from .functions import FUNCTIONS, UntraceableError
-from .program import BOOL, INPUTS, INTEGERS, REAL, Program, TensorType, type_of
+from .functions import FUNCTIONS, ComputedError, UntraceableError
+from .program import BOOL, INPUTS, REAL, Program, TensorType, type_of
 from .purity import SCORE_MOD, Role, Watch
+from .stand_ins import Captured, Proxy, Standing, operation_name
 
+COMPUTED = (
+    "`{}` reads the values of a whole tensor, which may change: the function is traced in each call. Make its result "
+    "before, and pass that as a tensor"
+)
+METADATA = frozenset({  # that functions read of a tensor, without its values
+    "shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "__len__", "stride", "dtype", "device", "layout",
+    "is_floating_point", "is_complex", "is_contiguous", "requires_grad", "element_size", "itemsize", "is_cuda",
+    "is_cpu", "is_meta", "is_sparse", "is_nested", "is_quantized", "get_device", "is_leaf", "grad_fn", "names",
+})  # fmt: skip
 OTHERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))  # folders of frames that are not the user's
 
 
 def trace(
-    fn: Callable[..., Any], tensors: Sequence[Tensor] = (), role: Role = SCORE_MOD
+    fn: Callable[..., Any], tensors: Sequence[Tensor] = (), role: Role = SCORE_MOD, *, once: bool = False
 ) -> tuple[Program, list[Tensor]]:
     """The program of a function, and the tensors that it reads: its arguments `tensors`, then those that it finds in
-    closures, globals and objects.
+    closures, globals and objects. `once`, the program is for later calls too, in which their values may be others.
 
     Raises:
         UntraceableError: the function branches on a value, or calls what programs do not have; with its line.
+        ComputedError: with `once`, it calculates with whole tensors that it finds, or asks for their values.
         ArgumentError: it draws random numbers, or writes into a tensor that it has not made.
     """
-    tracer = Tracer()
+    tracer = Tracer(once)
     arguments = [tracer.capture(x) for x in tensors]
-    inputs = [Proxy(tracer, tracer.builder.input(name)) for name in INPUTS[role.hides :]]
+    inputs = [Proxy.of(tracer, tracer.builder.input(name)) for name in INPUTS[role.hides :]]
     try:
         with GradEnabled(), Watch(fn, role), Operations(tracer):
             result = fn(*inputs, *arguments)
+            if tracer.failed is not None:
+                raise tracer.failed  # the function has caught it, and has done something else instead
             kind, name = (BOOL, "a condition") if role.hides else (REAL, "a real tensor")
             if not isinstance(result, Standing) or (node := tracer.node(result)).kind != kind:
                 raise UntraceableError(f"it does not return {name}")
     except AttentionError:
         raise
     except Exception as error:
-        raise UntraceableError(f"{place(error)}{reason(error)}") from error
+        kind_of_error = ComputedError if isinstance(error, ComputedError) else UntraceableError
+        raise kind_of_error(f"{place(error)}{reason(error)}") from error
+    finally:
+        tracer.failed = None  # whose frames have the tracer: a cycle
     return tracer.builder.program(node), tracer.tensors
 
 
@@ -67,21 +82,35 @@ def place(error: Exception) -> str:
     return f"line {frames[-1].lineno}, `{line}`: " if line else f"line {frames[-1].lineno}: "
 
 
+class Computed(NamedTuple):
+    """A tensor that a function has computed from tensors that it found, by the function `name`; `args` are `None` where
+    this is no operation of single numbers.
+    """
+
+    tensor: Tensor
+    name: str
+    args: tuple[Any, ...] | None
+    kwargs: dict[str, Any]
+
+
 class Tracer:
     """The builder of one trace, and the tensors that the function reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, once: bool = False) -> None:
+        self.once = once
         self.tensors: list[Tensor] = []
         self.types: list[TensorType] = []  # of the tensors
         self.builder = Builder(self.types)
         self.captured: dict[int, Captured] = {}  # by the tensor's id
-        self.made: dict[int, Tensor] = {}  # constants that the function made, by id
+        self.made: dict[int, Tensor] = {}  # tensors that follow from constants alone, by id
+        self.computed: dict[int, Computed] = {}  # from captured tensors, by id
+        self.failed: Exception | None = None  # the first error, which the function may catch
 
-    def capture(self, x: Tensor) -> "Captured":
+    def capture(self, x: Tensor) -> Captured:
         """The stand-in of a tensor that the function reads. The same tensor may be several arguments."""
         if x.is_complex():
             raise UntraceableError("it reads a tensor of complex numbers")
-        stand_in = Captured(self, len(self.tensors), ())
+        stand_in = Captured.of(self, len(self.tensors))
         self.tensors.append(x)
         self.types.append(type_of(x))
         self.captured.setdefault(id(x), stand_in)
@@ -89,9 +118,24 @@ class Tracer:
 
     def standing(self, x: Any) -> Any:
         """The stand-in of a tensor that the function has found; anything else stays."""
-        if not isinstance(x, Tensor) or id(x) in self.made:
+        if isinstance(x, Standing) or not isinstance(x, Tensor) or (id(x) in self.made and x.dim() == 0):
             return x
-        return self.captured[id(x)] if id(x) in self.captured else self.capture(x)
+        if id(x) in self.captured:
+            return self.captured[id(x)]
+        return self.recomputed(self.computed[id(x)]) if id(x) in self.computed else self.capture(x)
+
+    def recomputed(self, x: "Computed") -> Any:
+        """The stand-in of a tensor that was computed from captured ones: their operation is a part of the program where
+        it is one of single numbers.
+        """
+        if x.args is not None:
+            try:
+                return self.run(x.name, x.args, x.kwargs)
+            except UntraceableError:
+                pass
+        if self.once:
+            raise ComputedError(COMPUTED.format(x.name))
+        return self.capture(x.tensor)
 
     def node(self, x: Any) -> Node:
         """The node of an operand."""
@@ -106,17 +150,57 @@ class Tracer:
             return self.builder.constant(x)
         raise UntraceableError(f"an operand is {type(x).__name__}")
 
-    def proxy(self, node: Node) -> "Proxy":
-        return Proxy(self, node)
+    def proxy(self, node: Node) -> Proxy:
+        return Proxy.of(self, node)
+
+    def fail(self, reason: str) -> NoReturn:
+        """Raise an error, and again when the function is done, which may catch it."""
+        error = UntraceableError(reason)
+        self.failed = self.failed or error
+        raise error
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not torch.is_grad_enabled():  # as inside of an autograd.Function, whose derivative is its own
-            raise UntraceableError("an operation under torch.no_grad() or in a torch.autograd.Function")
+        try:
+            if not torch.is_grad_enabled():  # as inside of an autograd.Function, whose derivative is its own
+                raise UntraceableError("an operation under torch.no_grad() or in a torch.autograd.Function")
+            return self.run(name, args, kwargs)
+        except Exception as error:
+            self.failed = self.failed or error
+            raise
+
+    def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name == "__getitem__":
             return self.standing(args[0])[args[1]]
         if name not in FUNCTIONS:
             raise UntraceableError(f"`{name}` is not an operation that can be traced")
         return FUNCTIONS[name](self, *args, **kwargs)
+
+    def note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Remember what the results of an operation on tensors, which has run, follow from."""
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        results = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        if all(id(x) in self.made for x in inputs):
+            self.made.update({id(x): x for x in results})
+        elif name not in METADATA:
+            if not results and self.once:
+                self.failed = self.failed or ComputedError(COMPUTED.format(name))
+                raise self.failed
+            changed = [x for x in inputs if not results or any(x is y for y in results)]  # perhaps, in place
+            single = torch.is_grad_enabled() and isinstance(result, Tensor) and is_single(name, args, inputs)
+            for x in results:
+                if all(x is not y for y in inputs):
+                    self.computed[id(x)] = Computed(x, name, args if single else None, kwargs)
+            for x in changed:
+                if self.made.pop(id(x), None) is not None or id(x) in self.computed:
+                    self.computed[id(x)] = Computed(x, name, None, kwargs)
+
+
+def is_single(name: str, args: tuple[Any, ...], inputs: list[Tensor]) -> bool:
+    """Whether an operation on tensors is one of single numbers, or reads a single element."""
+    if name == "__getitem__":
+        indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return len(indices) == args[0].dim() and all(type(n) is int for n in indices)
+    return all(x.dim() == 0 for x in inputs)
 
 
 class GradEnabled:
@@ -135,7 +219,7 @@ class GradEnabled:
 
 
 class Operations(TorchFunctionMode):
-    """Calls of torch functions by the traced function. Tensors without dimensions that it makes are constants."""
+    """Calls of torch functions by the traced function: of stand-ins, or of tensors that it makes or finds."""
 
     def __init__(self, tracer: Tracer):
         super().__init__()
@@ -143,159 +227,8 @@ class Operations(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        values = [*args, *kwargs.values()]
-        values += [y for x in values if isinstance(x, tuple | list) for y in x]
-        if any(isinstance(x, Standing) for x in values):
+        if any(isinstance(x, Standing) for x in tree_leaves((args, kwargs))):
             return self.tracer.call(operation_name(func), args, kwargs)
         result = func(*args, **kwargs)
-        constant = all(id(x) in self.tracer.made for x in values if isinstance(x, Tensor))
-        if isinstance(result, Tensor) and result.dim() == 0 and constant:
-            self.tracer.made[id(result)] = result
+        self.tracer.note(operation_name(func), args, kwargs, result)
         return result
-
-
-def operation_name(func: Any) -> str:
-    """The name of a torch function or method, or of a property; that of an operator with its library."""
-    if isinstance(func, operator_types()):
-        return str(func)
-    name = getattr(func, "__name__", str(func))
-    return func.__self__.__name__ if name == "__get__" else name
-
-
-class Standing:
-    """A stand-in for a tensor."""
-
-    tracer: Tracer
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        values = [*args, *(kwargs or {}).values()]
-        tracer = next(x.tracer for x in values if isinstance(x, Standing))
-        return tracer.call(operation_name(func), args, kwargs or {})
-
-    def __bool__(self) -> bool:
-        raise UntraceableError("a branch depends on a value; `torch.where(condition, x, y)` chooses")
-
-    def __float__(self) -> float:
-        raise UntraceableError("Python asks for the value of a tensor")
-
-    __int__ = __index__ = __len__ = __iter__ = __float__
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name not in FUNCTIONS:
-            raise UntraceableError(f"`{name}` is not an operation that can be traced")
-        return lambda *args, **kwargs: self.tracer.call(name, (self, *args), kwargs)
-
-    device = torch.device("cpu")
-    requires_grad = False
-    is_cuda = False
-
-
-def method(name: str, *, swap: bool = False) -> Any:
-    def call(self: Standing, *others: Any) -> Any:
-        return self.tracer.call(name, (*others, self) if swap else (self, *others), {})
-
-    return call
-
-
-OPERATORS = {
-    "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "floordiv": "floor_divide", "mod": "remainder",
-    "pow": "pow", "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift", "and": "bitwise_and",
-    "or": "bitwise_or", "xor": "bitwise_xor",
-}  # fmt: skip
-UNARY_OPERATORS = {"neg": "neg", "abs": "abs", "invert": "bitwise_not", "pos": "clone"}
-for symbol, function_name in OPERATORS.items():
-    setattr(Standing, f"__{symbol}__", method(function_name))
-    setattr(Standing, f"__r{symbol}__", method(function_name, swap=True))
-for symbol, function_name in UNARY_OPERATORS.items():
-    setattr(Standing, f"__{symbol}__", method(function_name))
-for comparison in ("lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(Standing, f"__{comparison}__", method(comparison))
-
-
-class Proxy(Standing):
-    """The stand-in of a number of the pair."""
-
-    shape = torch.Size([])
-    ndim = 0
-
-    def __init__(self, tracer: Tracer, node: Node):
-        self.tracer, self.node = tracer, node
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Reals are of float32 for the function; they may be wider."""
-        kind = self.node.kind
-        return torch.float32 if kind == REAL else torch.bool if kind == BOOL else torch.int64
-
-    def dim(self) -> int:
-        return 0
-
-    def size(self) -> torch.Size:
-        return self.shape
-
-    def is_floating_point(self) -> bool:
-        return self.node.kind == REAL
-
-    __hash__ = object.__hash__
-
-
-class Captured(Standing):
-    """The stand-in of a captured tensor, some of whose first dimensions have indices already."""
-
-    def __init__(self, tracer: Tracer, tensor: int, indices: tuple[Node, ...]):
-        self.tracer, self.tensor, self.indices = tracer, tensor, indices
-
-    @property
-    def type(self) -> TensorType:
-        return self.tracer.builder.tensors[self.tensor]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.type.dtype)
-        return torch.float32 if dtype.is_floating_point else dtype
-
-    @property
-    def ndim(self) -> int:
-        return self.type.ndim - len(self.indices)
-
-    @property
-    def shape(self) -> tuple[Proxy, ...]:
-        return tuple(self.size(n) for n in range(self.ndim))
-
-    def dim(self) -> int:
-        return self.ndim
-
-    def size(self, dimension: int) -> Proxy:
-        number = len(self.indices) + operator.index(dimension) % max(self.ndim, 1)
-        return Proxy(self.tracer, self.tracer.builder.size(self.tensor, number))
-
-    def is_floating_point(self) -> bool:
-        return self.dtype.is_floating_point
-
-    def __getitem__(self, indices: Any) -> "Captured":
-        found = []
-        for index in indices if isinstance(indices, tuple) else (indices,):
-            if not isinstance(index, Standing | int | Tensor) or isinstance(index, bool):
-                raise UntraceableError(
-                    f"a captured tensor is indexed by {index!r}; integers and index tensors are accepted"
-                )
-            node = self.tracer.node(index)
-            if node.kind not in INTEGERS:
-                raise UntraceableError("a captured tensor is indexed by what is no integer")
-            found.append(node)
-        if len(found) > self.ndim:
-            raise UntraceableError(f"a captured tensor of {self.type.ndim} dimensions has more indices")
-        return Captured(self.tracer, self.tensor, (*self.indices, *found))
-
-    def loaded(self) -> Node:
-        if self.ndim > 0:
-            raise UntraceableError(
-                f"a captured tensor of {self.type.ndim} dimensions has {len(self.indices)} indices; a formula reads "
-                "single elements"
-            )
-        return self.tracer.builder.load(self.tensor, list(self.indices))
-
-    __hash__ = object.__hash__

@@ -40,7 +40,7 @@ def mask_mod_of(
         return whole(b, h * 0, q_idx + q_offset, k_idx + kv_offset)
 
     try:
-        mod = MaskMod(visible)
+        mod = MaskMod.of(visible)
     except ArgumentError:  # it draws random numbers, say
         mod = None
     if mod is None or not mod.traced:
