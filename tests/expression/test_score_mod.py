@@ -395,7 +395,8 @@ def models_first(models: list["Model"], *arguments: Tensor) -> Tensor:
     "fn",
     [
         lambda s, b, h, i, j: swallowed(torch.sinh, s), lambda s, b, h, i, j: swallowed(lambda x: x[None][0] * 2, s),
-        lambda s, b, h, i, j: swallowed(lambda x: 2 * x if x > 0 else 3 * x, s), lambda s, b, h, i, j: swallowed(float, s) + s,
+        lambda s, b, h, i, j: swallowed(lambda x: 2 * x if x > 0 else 3 * x, s),
+        lambda s, b, h, i, j: swallowed(float, s) + s,
         lambda s, b, h, i, j: swallowed(lambda x: x @ x, s),
     ],
 )  # fmt: skip

@@ -85,8 +85,7 @@ class Builder:
                 from_end = self.op("add", index, self.size(tensor, dimension))
                 index = self.op("where", self.op("lt", index, self.constant(0)), from_end, index)
             wrapped.append(index.n)
-        dtype = self.tensors[tensor].dtype
-        kind = REAL if "float" in dtype else BOOL if dtype == "bool" else ranges.of_dtype(dtype).kind
+        kind = ranges.kind_of_elements(self.tensors[tensor].dtype)
         return self.add(Instruction("load", kind, tuple(wrapped), tensor))
 
     # Conversions ------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from . import torch_code
 from .derivative import Partials, partials
 from .functions import ComputedError, UntraceableError
 from .inlined import inlined
+from .parse import parsed
 from .program import BOOL, Instruction, Program, TensorType, type_of
 from .purity import SCORE_MOD, Role
 from .stand_ins import Standing
@@ -38,9 +39,12 @@ class Formula(NamedTuple):
 
     @classmethod
     def of_key(cls, key: str) -> "Formula":
-        tensors, instructions, outputs = json.loads(key.removeprefix(PREFIX))
-        made = (Instruction(op, kind, tuple(operands), hashable(value)) for op, kind, operands, value in instructions)
-        return cls(Program(tuple(made), tuple(outputs)), tuple(TensorType(*x) for x in tensors))
+        """The formula of a key.
+
+        Raises:
+            AttentionError: the text is not one that `key` gives.
+        """
+        return cls(*parsed(key.removeprefix(PREFIX)))
 
     def __call__(self, *arguments: Tensor) -> Tensor:
         """The results for a tile by torch operations: the new score, from `(score, b, h, q_idx, k_idx, *tensors)`; of a
@@ -123,7 +127,3 @@ def loads_pairs(formula: Formula) -> bool:
 @functools.lru_cache(maxsize=1024)
 def derived(formula: Formula, wanted: tuple[bool, ...]) -> Partials:
     return partials(formula.program, formula.tensors, wanted)
-
-
-def hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

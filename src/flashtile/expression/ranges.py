@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from .program import BOOL, INT32, INT64
+from .program import BOOL, INT32, INT64, REAL
 
 
 class Range(NamedTuple):
@@ -34,6 +34,11 @@ def of_dtype(dtype: str) -> Range:
     """The range of an integer dtype; 64-bit unsigned integers are taken as signed ones."""
     info = torch.iinfo(getattr(torch, dtype))
     return Range(info.min, min(info.max, INT64_RANGE.high))
+
+
+def kind_of_elements(dtype: str) -> str:
+    """The kind of what is loaded from a tensor of a dtype."""
+    return REAL if "float" in dtype else BOOL if dtype == "bool" else of_dtype(dtype).kind
 
 
 def of_kind(kind: str, source: str) -> Range:

@@ -123,6 +123,11 @@ def known(key: str, role: Role) -> Registered:
     if found is None and key.startswith(PREFIX):
         register(key, Formula.of_key(key))
         found = registered(key)
+    if found is not None and isinstance(found.fn, Formula) and found.fn.is_mask is not role.hides:
+        raise AttentionError(
+            f"a program contains as {role.argument} the formula of the other one: {found.fn}\n"
+            f"  accepted: the key of a flashtile.{role.owner}"
+        )
     if found is None:
         accepted = f"a flashtile.{role.owner} of the same function, made in this process before the program runs: " + (
             "a function that reads no objects but constants, modules and functions; what it reads of tensors are its "
