@@ -231,11 +231,11 @@ def with_functions(
     """The tensors and settings of a call with a score_mod, a mask function, or both."""
     q, captured = tensors["q"], []
     if score_mod is not None:
-        modifier = modifier_of(ScoreMod, score_mod, q.device)
+        modifier = modifier_of(ScoreMod, score_mod, q)
         same_place(function, q, {f"score_mod.tensors[{n}]": x for n, x in enumerate(modifier.tensors)})
         captured, settings = [*modifier.tensors], settings._replace(score_mod=modifier.current_key)
     if mask_mod is not None:
-        modifier = modifier_of(MaskMod, mask_mod, q.device)
+        modifier = modifier_of(MaskMod, mask_mod, q)
         if isinstance(modifier, BlockMask):
             reject_block_lists(function, modifier, tensors)
         same_place(function, q, {f"mask.tensors[{n}]": x for n, x in enumerate(modifier.tensors)})
@@ -255,13 +255,13 @@ def reject_block_lists(function: str, mask: BlockMask, tensors: dict[str, Any]) 
         mask.reject_packed(example)
 
 
-def modifier_of(kind: type[Modifier], value: Any, device: torch.device) -> Modifier:
+def modifier_of(kind: type[Modifier], value: Any, q: Tensor) -> Modifier:
     """The ScoreMod or MaskMod of an argument."""
     if is_flex(value) and not torch.compiler.is_compiling():
         value = BlockMask.of_flex(value)
     if isinstance(value, kind) and not value.each_call:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # what it reads may have changed since
-            value.reject_undeclared_gradients(device)
+            value.reject_undeclared_gradients(q.device)
         return value
     if torch.compiler.is_compiling():
         role = kind.role
@@ -270,7 +270,7 @@ def modifier_of(kind: type[Modifier], value: Any, device: torch.device) -> Modif
         )
         accepted = f"a flashtile.{role.owner} of a function that calculates with single numbers, under torch.compile"
         raise ArgumentError(role.argument, value, accepted, example)
-    return kind.of(value)
+    return kind.of(value, q)
 
 
 def lengths_of(argument: str, n: Any, q: Any, cu_seqlens_q: Any) -> Tensor:

@@ -1,7 +1,7 @@
 """Calls with functions of scores and masks that a compiled program cannot contain: they run between its graphs.
 
 A formula is traced from a function outside of Dynamo: `flashtile.ScoreMod` and `flashtile.MaskMod` have one. A bare
-function, PyTorch's BlockMask, or a function that calculates with whole tensors, gets its own in each call, so that the
+function, PyTorch's BlockMask, or a function that computes from whole tensors, gets its own in each call, so that the
 call breaks the graph.
 """
 

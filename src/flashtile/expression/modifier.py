@@ -17,6 +17,7 @@ from .content import cells_of, content_of, found_by_name
 from .formula import PREFIX, Formula, Untraced, formula_of
 from .purity import Role, examine, sample
 from .retyped import key_for, types_of
+from .varying import with_arguments
 
 
 class Modifier:
@@ -93,20 +94,22 @@ class Modifier:
         return self.key if self.kept_key is None or torch.compiler.is_compiling() else self.kept_key
 
     @classmethod
-    def of(cls, modifier: "Self | Callable[..., Tensor]") -> Self:
-        """The value of an argument in one call. Of a bare function that cannot be traced, tensors in the closure become
-        its `tensors`.
+    def of(cls, modifier: "Self | Callable[..., Tensor]", q: Tensor | None = None) -> Self:
+        """The value of an argument in one call, which may be that of `q`. Of a bare function that cannot be traced,
+        tensors in the closure become its `tensors`.
         """
         if isinstance(modifier, cls):
-            return modifier.of_call() if modifier.each_call else modifier
+            return modifier.of_call(q) if modifier.each_call else modifier
         if not isinstance(modifier, types.FunctionType):
             return cls(modifier)  # type: ignore[arg-type]
         made = cls.__new__(cls)
         made.fn, made.tensors = modifier, ()
-        return made.of_call()
+        return made.of_call(q)
 
-    def of_call(self) -> Self:
-        """The modifier of one call, for which its function is traced."""
+    def of_call(self, q: Tensor | None) -> Self:
+        """The modifier of one call, for which its function is traced. Numbers of a score_mod that change from call to
+        call are among its tensors, where those of the call have the device and dtype of `q`.
+        """
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__, each_call=False)
         fn = registry.function_of(self.key, self.role) if self.each_call else self.fn
@@ -116,6 +119,10 @@ class Modifier:
             captured = [n for n, value in enumerate(cells) if isinstance(value, Tensor)]
             if captured:
                 made.fn, made.tensors = _Lifted(fn, captured, self.role), tuple(cells[n] for n in captured)
+        elif not isinstance(traced, Untraced) and q is not None and not self.role.hides:
+            dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+            formula, numbers = with_arguments(traced[0], str(dtype).removeprefix("torch."))
+            traced = formula, [*traced[1], *(torch.full((), x, dtype=dtype, device=q.device) for x in numbers)]
         made._take(traced)
         return made
 
