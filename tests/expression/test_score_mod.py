@@ -117,6 +117,21 @@ def test_what_a_function_gives_for_hidden_pairs_is_dropped(backend: str) -> None
         torch.testing.assert_close(found[name], expected[name])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_row_of_minus_infinity_alone_passes_no_gradient(backend: str) -> None:
+    """Also where the derivative by a captured tensor is a score, 0 * inf."""
+    bias, q = torch.zeros(1, 1, 5, 7), Q.clone().requires_grad_()
+    bias[0, 0, 1] = -torch.inf
+    gradients = []
+    for rows in (slice(None), [0, 2, 3, 4]):
+        w = torch.rand(4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        mod = ScoreMod(lambda s, b, h, i, j, w: s * w[h], (w,))
+        out = flashtile.attention(q[:, :, rows], K, V, bias=bias[:, :, rows], score_mod=mod, backend=backend)
+        out.square().sum().backward()
+        gradients.append(w.grad)
+    torch.testing.assert_close(*gradients)
+
+
 # Which functions are the same, and what they may read ----------------------------------------------------------------
 
 

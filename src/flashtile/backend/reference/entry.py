@@ -57,9 +57,10 @@ def forward_slab(call: Call, slab: Slab, out: Rows, lse: Rows, residual: Rows) -
     k, v = k_rows.load(tile.keys).to(dtype), v_rows.load(tile.keys).to(dtype)  # [B, Hkv, Sk, D], [B, Hkv, Sk, Dv]
     s = unfold_groups(matmul(q, k.mT) * settings.scale, groups)  # [B, Hq, Sq, Sk]
     visible = scores.visible(tile, q_rows.exists(tile.rows), k_rows.exists(tile.keys))
-    s = scores.forward(s, tile, visible)
-    if visible is not None:
-        s = torch.where(visible, s, -torch.inf)
+    product, s = s, hidden_scores(scores, s, tile, visible)
+    if scores.score_mod is not None and torch.is_grad_enabled():
+        some = (s > -torch.inf).any(dim=-1, keepdim=True)  # what -inf gives the others' derivatives is 0 * inf
+        s = hidden_scores(scores, product, tile, some if visible is None else visible & some)
     sinks = scores.sinks  # [H, 1, 1]
     if sinks is not None:  # a key without a value
         all_weight = sinks == torch.inf  # exp(inf - inf) has NaN derivatives: make it the only key, with score 0
@@ -83,6 +84,12 @@ def forward_slab(call: Call, slab: Slab, out: Rows, lse: Rows, residual: Rows) -
     lse.store(tile.rows, row_lse)
     residual.store(tile.rows, row_residual)
     out.store(tile.rows, unfold_groups(matmul(fold_groups(p, groups), v), groups))
+
+
+def hidden_scores(scores: Scores, product: Tensor, tile: Tile, visible: Tensor | None) -> Tensor:
+    """The final scores of a tile, -inf where pairs are hidden."""
+    s = scores.forward(product, tile, visible)
+    return s if visible is None else torch.where(visible, s, -torch.inf)
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

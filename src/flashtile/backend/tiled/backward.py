@@ -84,6 +84,9 @@ def backward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, 
             k_j, v_j = k.load(tile.keys).to(dtype), v.load(tile.keys).to(dtype)  # [B, Hkv, N, D], [B, Hkv, N, Dv]
             product = unfold_groups(q_i @ k_j.transpose(-1, -2), groups)  # [B, Hq, M, N]
             visible = scores.visible(tile, q.exists(rows), k.exists(tile.keys))
+            if scores.score_mod is not None:  # by which 0 * inf would pass: what a row of -inf scores alone gives it
+                some = lse_i < torch.inf
+                visible = some if visible is None else visible & some
             p = scores.forward(product, tile, visible) - lse_i
             if residual_i is not None:
                 p -= residual_i
