@@ -212,6 +212,7 @@ def branches(score: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
         (lambda s, b, h, i, j, t: s + t[s], "what is no integer"),
         (lambda s, b, h, i, j, t: s ** t[h], "exponent is no constant"),
         (lambda s, b, h, i, j, t: s + torch.ones(3, dtype=torch.complex64)[h], "complex numbers"),
+        (lambda s, b, h, i, j, t: s + torch.ones(3, dtype=torch.uint64)[h], "uint64"),
         (lambda s, b, h, i, j, t: s.to("cuda"), "another device"),
         (lambda s, b, h, i, j, t: 1.0, "does not return a real tensor"),
         (lambda s, b, h, i, j, t: s + float(t[0]), "the value of a tensor"),

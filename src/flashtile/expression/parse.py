@@ -63,7 +63,7 @@ def tensor_type(x: Any) -> TensorType:
     dtype, ndim = listed(x, 2)
     require(type(dtype) is str and isinstance(getattr(torch, dtype, None), torch.dtype), "a dtype")
     require(dtype == str(getattr(torch, dtype)).removeprefix("torch."), "the name of a dtype")
-    require(not getattr(torch, dtype).is_complex, "a dtype that is not complex")
+    require(dtype != "uint64" and not getattr(torch, dtype).is_complex, "a dtype of numbers that formulas have")
     require(type(ndim) is int and 0 <= ndim <= MOST_DIMENSIONS, "a number of dimensions")
     return TensorType(dtype, ndim)
 

@@ -31,9 +31,9 @@ SIZE_RANGE = Range(1, 2**31 - 1)  # an index into a dimension of size 0 is outsi
 
 
 def of_dtype(dtype: str) -> Range:
-    """The range of an integer dtype; 64-bit unsigned integers are taken as signed ones."""
+    """The range of an integer dtype that has no numbers beyond int64."""
     info = torch.iinfo(getattr(torch, dtype))
-    return Range(info.min, min(info.max, INT64_RANGE.high))
+    return Range(info.min, info.max)
 
 
 def kind_of_elements(dtype: str) -> str:

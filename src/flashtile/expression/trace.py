@@ -110,6 +110,8 @@ class Tracer:
         """The stand-in of a tensor that the function reads. The same tensor may be several arguments."""
         if x.is_complex():
             raise UntraceableError("it reads a tensor of complex numbers")
+        if x.dtype is torch.uint64:
+            raise UntraceableError("it reads a tensor of uint64, whose largest numbers have no int64")
         stand_in = Captured.of(self, len(self.tensors))
         self.tensors.append(x)
         self.types.append(type_of(x))

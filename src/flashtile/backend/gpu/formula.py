@@ -34,7 +34,7 @@ FUNCTIONS = ("exp", "tanh", "sigmoid")
 LOADED = {  # dtypes of captured tensors, and the kind of their elements
     **dict.fromkeys(("float16", "bfloat16", "float32", "float64"), REAL),
     **dict.fromkeys(("int8", "int16", "int32", "uint8", "uint16"), INT32),
-    **dict.fromkeys(("int64", "uint32", "uint64"), INT64),
+    **dict.fromkeys(("int64", "uint32"), INT64),
     "bool": BOOL,
 }
 

@@ -17,7 +17,7 @@ from .operands import ADDRESS, BIT, BYTE, DOUBLE, FLOAT, INT, LONG, SHORT, SIZES
 
 STORAGE = {
     "float32": FLOAT, "float64": DOUBLE, "bfloat16": SHORT, "float16": SHORT, "bool": BYTE, "uint8": BYTE,
-    "int8": BYTE, "uint16": SHORT, "int16": SHORT, "uint32": INT, "int32": INT, "uint64": LONG, "int64": LONG,
+    "int8": BYTE, "uint16": SHORT, "int16": SHORT, "uint32": INT, "int32": INT, "int64": LONG,
 }  # fmt: skip
 
 
