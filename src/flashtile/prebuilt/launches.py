@@ -69,7 +69,7 @@ def call_of(standard: StandardCall) -> Call:
         return described_call(*positional, arguments)  # type: ignore[arg-type]
     cache = CacheTensors(**{name: arguments.pop(name, None) for name in CacheTensors._fields})
     named = {"q": arguments.pop("q"), "k": cache.k_cache, "v": cache.v_cache}
-    named |= dict.fromkeys(("mask", "bias", "alibi_slopes", "sinks", "cu_seqlens_q"))
+    named |= {name: arguments.pop(name, None) for name in ("mask", "bias", "alibi_slopes", "sinks", "cu_seqlens_q")}
     rotary = RotarySettings(interleaved=arguments.pop("rotary_interleaved", True))
     scalars: dict[str, Any] = dict.fromkeys(("window", "scale", "softcap", "score_mod", "dropout_seed", "num_splits"))
     scalars |= {"causal": False, "dropout_p": 0.0, "deterministic": None, "backend": "auto", **arguments}
