@@ -49,7 +49,7 @@ def groups() -> None:
 
 
 def features() -> None:
-    """A bias by tiles, a mask tensor by lists, slopes with their gradient, a softcap, sinks, dropout."""
+    """A bias by tiles, a mask tensor by lists, slopes with their gradient, a softcap, a score_mod, sinks, dropout."""
     for d in (32, 64, 128):
         q, k, v = (rows(1, 2, n, d) for n in (300, 333, 333))
         bias = torch.randn(1, 2, 300, 336, device="cuda", dtype=torch.bfloat16)[..., :333]
@@ -59,6 +59,13 @@ def features() -> None:
         options += [{"sinks": sinks, "dropout_p": 0.1}, *[{"softcap": 20.0}] * (d == 128)]
         for some in options:
             attend(q, k, v, backend="hopper", **some)
+    for d, backend in ((64, "hopper"), (160, "hopper"), (64, "triton")):  # with what lse loses of a large term
+        q, k, v = (rows(1, 2, n, d) for n in (300, 333, 333))
+        attend(q, k, v, score_mod=lambda s, b, h, i, j: s - 0.1 * (i - j).abs(), backend=backend)
+        with torch.no_grad():
+            bias = torch.randn(1, 2, 300, 336, device="cuda", dtype=torch.bfloat16)[..., :333]
+            flashtile.attention(q, k, v, bias=bias, num_splits=3, backend=backend)
+    attend(q, k, v, bias=bias, backend="triton")
 
 
 def pages() -> None:
