@@ -92,7 +92,7 @@ def backward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, 
                 p -= residual_i
             p.exp_()
             if visible is not None:
-                p = torch.where(visible, p, 0)
+                p.masked_fill_(~visible, 0)
             dp = unfold_groups(dout_i @ v_j.transpose(-1, -2), groups)  # [B, Hq, M, N]
             keep = scores.keep(tile)
             if dv is not None:
