@@ -299,11 +299,12 @@ def test_hopper_preprocess_and_postprocess(chunks: tuple[int, ...], share: int) 
     from flashtile.backend.hopper.tile_config import NUM_WARPGROUPS, HeadDim
 
     batch, heads, rows, width, block = 1, 2, 80, sum(chunks), 64
+    natural = width == 128
     out, dout = (torch.randn(batch, heads, rows, width) for _ in range(2))
-    lse = torch.randn(batch, heads, rows)
-    lse[0, 1, 3] = -torch.inf
+    lse, residual = torch.randn(2, batch, heads, rows)
+    lse[0, 1, 3], residual[0, 1, 3] = -torch.inf, 0
     tiles = -(-rows // block)
-    neg_lse_log2, neg_delta = (torch.full((heads, tiles * block), torch.nan) for _ in range(2))
+    neg_lse, neg_delta, neg_residual = (torch.full((heads, tiles * block), torch.nan) for _ in range(3))
     dq_semaphore = torch.full((heads * tiles, NUM_WARPGROUPS), 7, dtype=torch.int32)
     counts = [torch.full((2,), 7, dtype=torch.int32) for _ in range(2)]  # tile_count_semaphore and that of dq
     cleared = torch.full((heads * tiles * block, width), torch.nan)
@@ -315,8 +316,8 @@ def test_hopper_preprocess_and_postprocess(chunks: tuple[int, ...], share: int) 
     strides |= {"stride_lse_b": lse.stride(0), "stride_lse_h": lse.stride(1)}
     strides |= {f"stride_dlse_{dim}": None for dim in "bhm"}
     preprocess_kernel[(heads * tiles,)](
-        out, dout, lse, None, neg_lse_log2, neg_delta, cleared, dq_semaphore, *counts, None, **strides, **lengths,
-        columns=None, dq_parts=1,
+        out, dout, lse, residual if natural else None, None, neg_lse, neg_residual if natural else None, neg_delta,
+        cleared, dq_semaphore, *counts, None, **strides, **lengths, columns=None, dq_parts=1,
     )  # fmt: skip
     assert not cleared.any()
     assert not dq_semaphore.any()
@@ -324,8 +325,12 @@ def test_hopper_preprocess_and_postprocess(chunks: tuple[int, ...], share: int) 
     seen = lse[0].isfinite()
     expected = torch.where(seen, -(out * dout).sum(-1)[0], 0)
     torch.testing.assert_close(neg_delta[:, :rows], expected)
-    torch.testing.assert_close(neg_lse_log2[:, :rows], torch.where(seen, -lse[0] / math.log(2), -torch.inf))
-    assert (neg_lse_log2[:, rows:] == -torch.inf).all()
+    unit = 1 if natural else math.log(2)
+    torch.testing.assert_close(neg_lse[:, :rows], torch.where(seen, -lse[0] / unit, -torch.inf))
+    assert (neg_lse[:, rows:] == -torch.inf).all()
+    if natural:
+        torch.testing.assert_close(neg_residual[:, :rows], -residual[0] / math.log(2))
+        assert (neg_residual[:, rows:] == 0).all()
     assert (neg_delta[:, rows:] == 0).all()
 
     dq_accum = torch.randn(heads * tiles * block, width)

@@ -285,11 +285,6 @@ def split_row_stats(q: Tensor, row_stats: Tensor) -> tuple[Tensor, Tensor | None
     return (row_stats[0], row_stats[1]) if row_stats.dim() == q.dim() else (row_stats, None)
 
 
-def contiguous_lse(rows: Tensor, row_stats: Tensor) -> Tensor:
-    """lse, contiguous, for kernels that do not read its residual; `rows` has the rank of q."""
-    return split_row_stats(rows, row_stats)[0].contiguous()
-
-
 def public_lse(call: Call, results: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a forward pass, for its caller."""
     out, row_stats = results

@@ -6,6 +6,7 @@ A barrier that is never signaled hangs: a test that takes too long ends the proc
 from dataclasses import replace
 from unittest import mock
 
+import large_terms
 import pytest
 import torch
 from hopper_variants import LONGER, VARIANTS, case_of, with_tiles
@@ -177,6 +178,23 @@ def test_captured_calls_are_replayed(head_dim: int, dtype: torch.dtype) -> None:
             assert torch.equal(results[0], expected[0])
             for x, y in zip(results, expected, strict=True):  # sums over programs come in any order
                 torch.testing.assert_close(x, y, atol=0.01 * y.abs().max().item(), rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [64, 80, 96, 128, 160, 192, 256])
+@pytest.mark.parametrize("form", ["bias", "split", "score_mod"])
+def test_a_large_term_in_all_scores_of_rows(form: str, width: int, dtype: torch.dtype) -> None:
+    """Up to 128 features one kernel has all gradients, above it two."""
+    for term in large_terms.TERMS:
+        given = [x.cuda() for x in large_terms.inputs(term, 300, 600, width, (dtype, torch.float32))]
+        assert large_terms.failures(form, "hopper", *given, needs_bias=False) == [], term
+
+
+@pytest.mark.parametrize("width", [32, 64, 80, 96, 128])
+def test_a_large_term_in_tiles_of_a_bias(width: int) -> None:
+    for term in (-1e4, -1e9, torch.finfo(torch.bfloat16).min, 1e6):
+        given = [x.cuda() for x in large_terms.inputs(term, 300, 600, width, (torch.bfloat16, torch.bfloat16))]
+        assert large_terms.failures("bias", "hopper", *given, needs_bias=False) == [], term
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")

@@ -43,6 +43,15 @@ FEATURES, MOST_WARPS = 512, 16
 PREPROCESS = Kernel(f"{__package__}.kernels.preprocess", "preprocess_kernel")
 
 
+class Rows(NamedTuple):
+    """Results of forward by rows, and the gradient of lse."""
+
+    out: Tensor
+    lse: Tensor
+    residual: Tensor | None  # of lse
+    dlse: Tensor | None
+
+
 class BlockCounts(NamedTuple):
     """Numbers of blocks; upper bounds if packed."""
 
@@ -88,7 +97,8 @@ class BackwardLaunches:
         row_stats = (self.blocks.heads, self.padded_rows), torch.float32
         self.workspace = recorder.workspace(
             self.q,
-            {"neg_lse_log2": row_stats, "neg_delta": row_stats}
+            {"neg_lse": row_stats, "neg_delta": row_stats}
+            | ({"neg_residual": row_stats} if formulas.is_natural(self.call) else {})
             | dict.fromkeys(("tile_count_semaphore", "tile_count_semaphore_2"), ((1,), torch.int32))
             | self.more_workspace(),
         )
@@ -110,15 +120,15 @@ class BackwardLaunches:
             "batch": self.batch,
         }
 
-    def preprocess(self, out: Tensor, lse: Tensor, dlse: Tensor | None, dq_accum: Tensor | None = None) -> None:
+    def preprocess(self, rows: Rows, dq_accum: Tensor | None = None) -> None:
         """Launch the kernel for the row statistics, which also resets all semaphores and `dq_accum`."""
         scalars = {
             **self.row_kernel_scalars(),
-            **strides("out", out, ALIGN),
+            **strides("out", rows.out, ALIGN),
             **strides("dout", self.dout, ALIGN),
-            **lse_strides(lse),
-            **dlse_strides(dlse),
-            "columns": self.config.head_dim_v.columns_of(out),
+            **lse_strides(rows.lse),
+            **dlse_strides(rows.dlse),
+            "columns": self.config.head_dim_v.columns_of(rows.out),
             "dq_parts": self.config.dq_parts,
             "HEAD_DIM": self.config.head_dim_v,
             "ALIGN": ALIGN,
@@ -127,9 +137,9 @@ class BackwardLaunches:
             **(OVERLAPPING if self.follows_copy else {}),
         }
         pointers = {
-            "out": out, "dout": self.dout, "lse": lse, "dlse": dlse,
+            **rows._asdict(), "dout": self.dout,
             "cu_seqlens_q": self.cu_seqlens_q, "dq_semaphore": None,
-            **self.workspace, "dq_accum": dq_accum,
+            **self.workspace, **self.residual_pointer(), "dq_accum": dq_accum,
         }  # fmt: skip
         self.recorder.launch(PREPROCESS, pointers, self.blocks.heads * self.blocks.m_blocks, scalars)
 
@@ -153,12 +163,17 @@ class BackwardLaunches:
             "seqused_k": self.seqused_k,
         }
 
+    def residual_pointer(self) -> dict[str, Tensor | None]:
+        """The pointer to the row statistic that natural scores have."""
+        return {"neg_residual": self.workspace.get("neg_residual")}
+
     def row_stats_pointers(self) -> Pointers:
-        """TMA descriptors of the row statistics."""
-        return {
+        """TMA descriptors of the row statistics, and that pointer."""
+        descriptors = {
             f"{name}_desc": Described(self.workspace[name], row_stats_descriptor, self.config.block_m)
-            for name in ("neg_lse_log2", "neg_delta")
+            for name in ("neg_lse", "neg_delta")
         }
+        return {**descriptors, **self.residual_pointer()}
 
     def new_dk_dv(self) -> tuple[Tensor, Tensor]:
         """Buffers for dk and dv."""
@@ -250,9 +265,10 @@ class BackwardLaunches:
         """Requested gradients of score terms, by name."""
         return {}
 
-    def gradients_from_rows(self, needs: Needs, lse: Tensor, dlse: Tensor | None) -> dict[str, Tensor]:
+    def gradients_from_rows(self, needs: Needs, rows: Rows) -> dict[str, Tensor]:
         """Requested gradients that follow from row statistics, by name; call after `preprocess`."""
-        stats = (self.tensors.sinks, self.workspace["neg_lse_log2"], self.workspace["neg_delta"], lse, dlse)
+        of_kernels = (self.workspace["neg_lse"], self.workspace.get("neg_residual"), self.workspace["neg_delta"])
+        stats = (self.tensors.sinks, *of_kernels, rows.lse, rows.dlse)
         return {
             name: self.recorder.op(partial(from_row_stats, gradient, self.q.shape[1]), *stats)
             for name, gradient in requested_from_rows(needs, self.tensors)
@@ -268,11 +284,17 @@ def from_row_stats(
     gradient: Callable[[RowStats], Tensor],
     num_heads: int,
     sinks: Tensor | None,
-    neg_lse_log2: Tensor,
+    neg_lse: Tensor,
+    neg_residual: Tensor | None,
     neg_delta: Tensor,
     out_lse: Tensor,
     dlse: Tensor | None,
 ) -> Tensor:
     """A gradient from the kernels' row statistics, to which padding contributes 0."""
-    lse, delta = (x.view(-1, num_heads, x.shape[-1]) for x in (neg_lse_log2 / -LOG2E, -neg_delta))
-    return gradient(RowStats(sinks, lse, delta, out_lse, dlse))
+
+    def by_heads(x: Tensor) -> Tensor:
+        return x.view(-1, num_heads, x.shape[-1])
+
+    lse = by_heads(neg_lse / -LOG2E if neg_residual is None else -neg_lse)
+    residual = None if neg_residual is None else by_heads(neg_residual / -LOG2E)
+    return gradient(RowStats(sinks, lse, by_heads(-neg_delta), out_lse, dlse, residual))

@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...call.call import Call, Tensors, lse_shape, new_rows, row_stats_shape, split_row_stats
+from ...call.call import Call, Tensors, new_rows, row_stats_shape, split_row_stats
 from ...call.device import describe_device
 from ...call.plan import Plan
 from ...call.problem import rows_of_page
@@ -32,6 +32,14 @@ from .tile_config import ALIGN, COMBINE_ROWS, MMA_M, Float32Forward, ForwardConf
 APPENDING_BACKEND = "triton"  # whose kernel appends to the caches of KV-cache calls
 FORWARD = Kernel(f"{__package__}.kernels.forward.forward", "forward_kernel")
 COMBINE = Kernel(f"{__package__}.kernels.combine", "combine_kernel")
+
+
+class ForwardResults(NamedTuple):
+    """Results by rows."""
+
+    out: Tensor
+    lse: Tensor
+    residual: Tensor | None  # of lse (`Call.keeps_residual`)
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
@@ -73,10 +81,11 @@ def launch_forward(recorder: Recorder, config: ForwardConfig | Float32Forward, c
         return float32.launch_forward(recorder, config, call)
     t = Tensors.from_flat(recorder.inputs)
     out = recorder.new(new_rows(t.q, t.q.shape[1], t.v.shape[-1], t.q.dtype)) if t.out is None else t.out
-    row_stats = new_row_stats(recorder, call, t.q)
+    row_stats = recorder.new(t.q.new_empty(row_stats_shape(call), dtype=torch.float32))
     if t.q.numel() == 0:
         return out, row_stats
-    lse = recorder.op(lse_of, t.q, row_stats)
+    residual = recorder.op(residual_of, row_stats) if call.keeps_residual else None
+    rows = ForwardResults(out, recorder.op(lse_of, t.q, row_stats), residual)
     call = with_contiguous_keys(recorder, with_distance_table(recorder, call._replace(tensors=t)))
     call = with_aligned_rows(recorder, call, config, FORWARD_SHARE)
     config, bias_pointers = forward_tiles(call, config)
@@ -86,31 +95,28 @@ def launch_forward(recorder: Recorder, config: ForwardConfig | Float32Forward, c
     lists, scalars = row_lists(recorder, call, *sizes, states) if whole else (NO_POINTERS, NO_LISTS)
     wave = RowWave()
     if config.divides_last_wave:
-        batch, heads, rows, _ = t.q.shape
-        wave = row_wave(config, batch * heads, rows, t.k.shape[2], describe_device(out.device).cores)
-    launch_tiles(recorder, config, call, (out, lse), lists | bias_pointers, scalars, wave.tiles)
+        batch, heads, seqlen_q, _ = t.q.shape
+        wave = row_wave(config, batch * heads, seqlen_q, t.k.shape[2], describe_device(out.device).cores)
+    launch_tiles(recorder, config, call, rows, lists | bias_pointers, scalars, wave.tiles)
     if wave.tiles > 0:
-        rest, results = of_last_wave(recorder, call, (out, lse), wave.tiles * config.block_m)
+        rest, results = of_last_wave(recorder, call, rows, wave.tiles * config.block_m)
         launch_tiles(recorder, config.with_splits(wave.splits), rest, results, lists | bias_pointers, scalars)
     return (out, row_stats) if states is None else (out, row_stats, states)
-
-
-def new_row_stats(recorder: Recorder, call: Call, q: Tensor) -> Tensor:
-    """lse, with a residual of 0 where other backends keep one (`Call.keeps_residual`): these kernels do not."""
-    if not call.keeps_residual:
-        return recorder.new(q.new_empty(lse_shape(q), dtype=torch.float32))
-    return recorder.op(partial(torch.zeros, row_stats_shape(call), dtype=torch.float32, device=q.device))
 
 
 def lse_of(q: Tensor, row_stats: Tensor) -> Tensor:
     return split_row_stats(q, row_stats)[0]
 
 
+def residual_of(row_stats: Tensor) -> Tensor:
+    return row_stats[1]
+
+
 def launch_tiles(
     recorder: Recorder,
     config: ForwardConfig,
     call: Call,
-    results: tuple[Tensor, Tensor],
+    results: ForwardResults,
     more_pointers: Pointers,
     more_scalars: Any,
     left_out: int = 0,
@@ -121,13 +127,14 @@ def launch_tiles(
     packed, paged = t.cu_seqlens_q is not None, t.page_table is not None
     make_descriptor = ragged_descriptor if packed else dense_descriptor
     describe_keys = pages_descriptor if paged else make_descriptor
-    out, lse = results if config.splits == 1 else new_results(recorder, q, config)
+    out, lse, residual = rows = results if config.splits == 1 else new_results(recorder, q, config, results)
     pointers = {
         "q_desc": Described(q, make_descriptor, (MMA_M, config.head_dim.box)),
         "k_desc": Described(k, describe_keys, config.box_of_keys(config.head_dim)),
         "v_desc": Described(v, describe_keys, config.box_of_keys(config.head_dim_v)),
         "out_desc": Described(out, make_descriptor, (MMA_M, min(config.head_dim_v.box, config.epilogue_columns))),
         "lse": lse,
+        "residual": residual,
         "tile_count_semaphore": recorder.op(partial(tile_count_semaphore, q.device, packed)),
         **{symbol: recorder.contiguous(x) for symbol, x in head_terms(t).items()},
         "sinks": recorder.contiguous(t.sinks),
@@ -140,17 +147,17 @@ def launch_tiles(
     scalars |= {**page_scalars(t), **more_scalars}
     launch(recorder, call, FORWARD, {**pointers, **more_pointers}, programs, scalars)
     if config.splits > 1:
-        combine_splits(recorder, config, (out, lse), results)
+        combine_splits(recorder, config, rows, results)
 
 
-def of_last_wave(
-    recorder: Recorder, call: Call, results: tuple[Tensor, Tensor], rows: int
-) -> tuple[Call, tuple[Tensor, Tensor]]:
+def of_last_wave(recorder: Recorder, call: Call, results: ForwardResults, num_rows: int) -> tuple[Call, ForwardResults]:
     """The call that a divided last wave is, of the first rows of the last head, and where its results are."""
     t = call.tensors
-    q, out, lse = (recorder.op(partial(rows_of_last_head, rows), x) for x in (t.q, *results))
+    of_rows = partial(rows_of_last_head, num_rows)
+    q, out, lse = (recorder.op(of_rows, x) for x in (t.q, results.out, results.lse))
+    residual = None if results.residual is None else recorder.op(of_rows, results.residual)
     k, v = (recorder.op(partial(rows_of_last_head, None), x) for x in (t.k, t.v))
-    return call._replace(tensors=t._replace(q=q, k=k, v=v)), (out, lse)
+    return call._replace(tensors=t._replace(q=q, k=k, v=v)), ForwardResults(out, lse, residual)
 
 
 def rows_of_last_head(rows: int | None, x: Tensor) -> Tensor:
@@ -178,23 +185,26 @@ def page_scalars(t: Tensors) -> dict[str, int | None]:
     }
 
 
-def new_results(recorder: Recorder, q: Tensor, config: ForwardConfig) -> tuple[Tensor, Tensor]:
-    """Results of the splits of a dense call, which `combine_splits` merges: out `[splits * B, H, Sq, Dv]` and lse."""
+def new_results(recorder: Recorder, q: Tensor, config: ForwardConfig, results: ForwardResults) -> ForwardResults:
+    """Results of the splits of a dense call, which `combine_splits` merges: out `[splits * B, H, Sq, Dv]` and lse, with
+    its residual if `results` have one.
+    """
     batch, heads, seqlen_q, _ = q.shape
     rows = config.splits * batch, heads, seqlen_q
     layouts = {"out": ((*rows, config.head_dim_v.width), torch.float32), "lse": (rows, torch.float32)}
-    out, lse = recorder.workspace(q, layouts).values()
-    return out, lse
+    layouts |= {} if results.residual is None else {"residual": (rows, torch.float32)}
+    workspace = recorder.workspace(q, layouts)
+    return ForwardResults(workspace["out"], workspace["lse"], workspace.get("residual"))
 
 
 def combine_splits(
-    recorder: Recorder, config: ForwardConfig, partials: tuple[Tensor, Tensor], results: tuple[Tensor, Tensor]
+    recorder: Recorder, config: ForwardConfig, partials: ForwardResults, results: ForwardResults
 ) -> None:
     """Launch the kernel that merges the splits' results."""
-    out, lse = results
+    out = results.out
     batch, heads, seqlen_q, _ = out.shape
     num_tiles = -(-seqlen_q // COMBINE_ROWS)
-    pointers = {"partial_out": partials[0], "partial_lse": partials[1], "out": out, "lse": lse}
+    pointers = {**results._asdict(), **{f"partial_{name}": x for name, x in partials._asdict().items()}}
     scalars: dict[str, Any] = {
         **strides("out", out, ALIGN),
         "num_tiles": num_tiles,

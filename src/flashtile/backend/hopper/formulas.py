@@ -154,6 +154,13 @@ def units(call: Call) -> dict[str, Any]:
     return score_units(call)
 
 
+def is_natural(call: Call) -> bool:
+    """Whether a kernel takes differences of scores before any factor rounds these, as they may have a large term in
+    common: those with a bias or a score_mod, unless the softmax takes the scale (`units`).
+    """
+    return call.keeps_residual and units(call)["multiplier"] is not None
+
+
 def launch(
     recorder: Recorder, call: Call, kernel: Any, pointers: Pointers, programs: int, scalars: dict[str, Any],
     partial: bool = False,
@@ -168,6 +175,8 @@ def launch(
     pairs = {**pair_scalars(call.tensors, row_align(call.tensors))}
     if (align := pairs.pop("pair_align")) > 1:
         scalars = {**scalars, "CONFIG": replace(scalars["CONFIG"], pair_align=align)}
+    if is_natural(call):
+        scalars = {**scalars, "CONFIG": replace(scalars["CONFIG"], natural=True)}
     pointers = {**pointers, **pair_pointers(call.tensors), **dropout_pointers(call)}
     scalars = {**scalars, **pairs, **dropout_scalars(call)}
     formula, mask = formulas_of(call)

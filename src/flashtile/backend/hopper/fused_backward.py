@@ -13,7 +13,7 @@ from ..gpu.pointers import Described, Layout, Pointers
 from ..gpu.replay import Recorder, Results
 from ..scalars import strides
 from . import head_splits
-from .backward_launches import WARPS, BackwardLaunches, cores_of
+from .backward_launches import WARPS, BackwardLaunches, Rows, cores_of
 from .bias_tiles import BACKWARD_SHARE, backward_tiles, with_aligned_rows
 from .block_lists import has_lists, key_lists, mask_states
 from .descriptors import dq_accum_descriptor
@@ -89,11 +89,11 @@ class FusedBackward(BackwardLaunches):
             return dq_accum
         return {"dq_semaphore": ((heads * self.blocks.m_blocks, NUM_WARPGROUPS), torch.int32)} | dq_accum
 
-    def run(self, out: Tensor, lse: Tensor, dlse: Tensor | None, needs: Needs) -> Results:
+    def run(self, rows: Rows, needs: Needs) -> Results:
         """Launch all kernels; returns dq, dk and dv."""
         wave = self.last_wave(needs, self.key_kernel_scalars(self.config.bytes_per_row)["l2_swizzle"])
         sums = self.sums_of_wave(wave) if wave is not None else []
-        self.preprocess(out, lse, dlse, self.workspace["dq_accum"] if self.late_dq else None)
+        self.preprocess(rows, self.workspace["dq_accum"] if self.late_dq else None)
         if needs.alibi_slopes:
             shape = slope_parts_shape(self.config.splits * self.blocks.heads, self.blocks.n_blocks)
             self.slope_parts = self.recorder.op(partial(new_zeros, shape), self.q)

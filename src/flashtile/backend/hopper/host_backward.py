@@ -5,12 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call.call import Call, Gradients, Needs, Tensors, contiguous_lse
+from ...call.call import Call, Gradients, Needs, Tensors
 from ...call.plan import Plan
 from ..gpu import replay
 from ..gpu.replay import Recorder
 from ..replays import BackwardReplay, Results
+from .backward_launches import Rows
 from .descriptors import tma_aligned
+from .entry import lse_of, residual_of
 from .float32_backward import Float32Backward
 from .fused_backward import FusedBackward
 from .split_backward import SplitBackward
@@ -40,7 +42,11 @@ def launch_backward(
     *inputs, out, lse, dout, dlse, mask_states = recorder.inputs
     assert out is not None
     assert lse is not None
-    out, lse = recorder.op(tma_aligned, out), recorder.op(contiguous_lse, out, lse)
+    out, row_stats = recorder.op(tma_aligned, out), recorder.op(Tensor.contiguous, lse)
+    lse, residual = recorder.op(lse_of, out, row_stats), None
+    if row_stats.dim() == out.dim():
+        residual = recorder.op(residual_of, row_stats)
+    rows = Rows(out, lse, residual, dlse)
     dout = recorder.op(torch.zeros_like, out) if dout is None else recorder.op(tma_aligned, dout)
     tensors = Tensors.from_flat(inputs)
     if config.kind == "split":
@@ -48,8 +54,8 @@ def launch_backward(
         launches = kind(recorder, config, call, tensors, dout)
     else:
         launches = FusedBackward(recorder, config, call, tensors, dout, mask_states)
-    dq, dk, dv = launches.run(out, lse, dlse, needs)
+    dq, dk, dv = launches.run(rows, needs)
     dq, dk, dv = (dx if needed else None for dx, needed in zip((dq, dk, dv), needs, strict=False))
     captured = (None,) * len(tensors.score_mod_tensors)
-    others = launches.gradients_from_rows(needs, lse, dlse) | launches.gradients_of_terms(needs)
+    others = launches.gradients_from_rows(needs, rows) | launches.gradients_of_terms(needs)
     return Gradients(q=dq, k=dk, v=dv, score_mod_tensors=captured, **others).flat()

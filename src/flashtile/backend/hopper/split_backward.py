@@ -11,7 +11,7 @@ from ...call.call import Call, Needs, Tensors
 from ..gpu.kernel import Kernel
 from ..gpu.replay import Recorder, Results
 from ..scalars import strides
-from .backward_launches import BackwardLaunches
+from .backward_launches import BackwardLaunches, Rows
 from .scheduler_args import scheduler_args
 from .tile_config import ALIGN, MMA_M, OVERLAPPING, SplitBackwardConfig
 
@@ -26,9 +26,9 @@ class SplitBackward(BackwardLaunches):
         super().__init__(recorder, config.dkdv, call, t, dout)
         self.dq_config = config.dq
 
-    def run(self, out: Tensor, lse: Tensor, dlse: Tensor | None, needs: Needs) -> Results:
+    def run(self, rows: Rows, needs: Needs) -> Results:
         """Launch the kernels whose gradients are needed; returns dq, dk and dv."""
-        self.preprocess(out, lse, dlse)
+        self.preprocess(rows)
         # Nothing else may be launched between the two kernels, such as zeros for dk.
         dk, dv = self.new_dk_dv() if needs.k or needs.v else (None, None)
         dq = self.launch_dq() if needs.q else None
@@ -48,7 +48,7 @@ class SplitBackward(BackwardLaunches):
             "CONFIG": self.dq_config,
             **OVERLAPPING,
         }
-        row_stats = {name: self.workspace[name] for name in ("neg_lse_log2", "neg_delta")}
+        row_stats = {name: self.workspace.get(name) for name in ("neg_lse", "neg_residual", "neg_delta")}
         semaphore = {"tile_count_semaphore": self.workspace["tile_count_semaphore_2"]}
         pointers = {**self.input_pointers(MMA_M, self.dq_config.block_n), **row_stats, **semaphore, "dq": dq}
         self.launch(DQ, pointers, min(self.cores, scheduling["num_tiles"]), scalars)

@@ -92,6 +92,7 @@ class ForwardConfig(Constexpr):
     programs_per_core: int = 1
     score_mod: Any = None  # device functions (`formulas.ScoreModFunctions`), set for a launch
     pair_align: int = 1  # elements that divide the strides of bias and mask, set for a launch
+    natural: bool = False  # differences of scores are taken before any factor (`formulas.is_natural`), set for a launch
     bias_stages: int = 0  # of tiles of a bias that TMA loads, set for a launch; 0 without them
     page_rows: int = 0  # keys of a part of a block, which lies in one page; 0 where keys are not in pages
     page_size: int | None = None  # where sequences have several pages
@@ -221,6 +222,7 @@ class FusedBackwardConfig(Constexpr):
     block_n: int = 2 * MMA_M
     score_mod: Any = None
     pair_align: int = 1
+    natural: bool = False
     bias_stages: int = 0
     kind: Literal["fused"] = "fused"
 
@@ -291,6 +293,7 @@ class DqConfig(Constexpr):
     producer_registers: int = 24
     score_mod: Any = None
     pair_align: int = 1
+    natural: bool = False
 
     @property
     def block_m(self) -> int:
@@ -315,6 +318,7 @@ class DkdvConfig(Constexpr):
     producer_registers: int = 24
     score_mod: Any = None
     pair_align: int = 1
+    natural: bool = False
 
     @property
     def splits(self) -> int:

@@ -13,11 +13,12 @@ from .shared.softmax import INFINITY, LN2, LOG2E
 
 @triton_kernel
 def combine_kernel(
-    partial_out, partial_lse, out, lse, stride_out_b, stride_out_h, stride_out_m,
+    partial_out, partial_lse, partial_residual, out, lse, residual, stride_out_b, stride_out_h, stride_out_m,
     num_tiles, num_heads, total_heads, seqlen_q, columns, num_splits,
     HEAD_DIM_V: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """`out [B, H, Sq, Dv]` and `lse [B, H, Sq]` from those of each split, weighted by their log-sum-exp.
+    """`out [B, H, Sq, Dv]` and `lse [B, H, Sq]`, with its residual or without, from those of each split, weighted by
+    their log-sum-exp.
 
     A split without visible keys holds 0 and an lse of -inf.
     """
@@ -31,14 +32,20 @@ def combine_kernel(
         row_max = tl.maximum(row_max, tl.load(partial_lse + split * stride_split + first, mask=exists, other=0.0))
     total = tl.zeros([BLOCK_M], tl.float32)
     for split in range(num_splits):
-        total += weight_of(partial_lse + split * stride_split + first, row_max, exists)
-    tl.store(lse + first, row_max + tl.log2(total) * LN2, mask=exists)
+        total += weight_of(partial_lse, partial_residual, split * stride_split + first, row_max, exists)
+    lse_i = row_max + tl.log2(total) * LN2
+    tl.store(lse + first, lse_i, mask=exists)
+    if residual is not None:
+        lost = (row_max - lse_i) + tl.log2(total) * LN2
+        tl.store(residual + first, tl.where(tl.abs(lse_i) == INFINITY, 0.0, lost), mask=exists)
     out_head = out + flat_head // num_heads * stride64(stride_out_b, ALIGN)
     out_head += flat_head % num_heads * stride64(stride_out_h, ALIGN)
     for c in tl.static_range(len(HEAD_DIM_V.chunks)):
         feature = HEAD_DIM_V.offsets[c] + tl.arange(0, HEAD_DIM_V.chunks[c])[None, :]
         x = partial_out + feature
-        acc = merged(x, partial_lse, first, stride_split, row_max, exists, num_splits, HEAD_DIM_V.width)
+        acc = merged(
+            x, partial_lse, partial_residual, first, stride_split, row_max, exists, num_splits, HEAD_DIM_V.width
+        )
         acc = (acc / total[:, None]).to(out.dtype.element_ty)
         out_rows = out_head + row[:, None] * stride64(stride_out_m, ALIGN)
         tl.store(out_rows + feature, acc, mask=feature_mask(exists, feature, columns, ALIGN))
@@ -46,20 +53,24 @@ def combine_kernel(
 
 @triton.jit
 def merged(
-    partial_out, partial_lse, first, stride_split, row_max, exists, num_splits, WIDTH: tl.constexpr,
+    partial_out, partial_lse, partial_residual, first, stride_split, row_max, exists, num_splits, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Sum of the splits' rows, `[M, D]`, with their weights."""
     x = tl.load(partial_out + first[:, None] * WIDTH, mask=exists[:, None], other=0.0)
-    acc = weight_of(partial_lse + first, row_max, exists)[:, None] * x
+    acc = weight_of(partial_lse, partial_residual, first, row_max, exists)[:, None] * x
     for split in range(1, num_splits):
         rows = split * stride_split + first
         x = tl.load(partial_out + rows[:, None] * WIDTH, mask=exists[:, None], other=0.0)
-        acc += weight_of(partial_lse + rows, row_max, exists)[:, None] * x
+        acc += weight_of(partial_lse, partial_residual, rows, row_max, exists)[:, None] * x
     return acc
 
 
 @triton.jit
-def weight_of(partial_lse, row_max, exists):
+def weight_of(partial_lse, partial_residual, rows, row_max, exists):
     """Weights of one split's rows. Equal infinities have no difference."""
-    x = tl.load(partial_lse, mask=exists, other=0.0)
-    return tl.where(x == row_max, 1.0, tl.exp2((x - row_max) * LOG2E))
+    x = tl.load(partial_lse + rows, mask=exists, other=0.0)
+    if partial_residual is None:
+        return tl.where(x == row_max, 1.0, tl.exp2((x - row_max) * LOG2E))
+    else:
+        difference = tl.where(x == row_max, 0.0, x - row_max)
+        return tl.exp2((difference + tl.load(partial_residual + rows, mask=exists, other=0.0)) * LOG2E)

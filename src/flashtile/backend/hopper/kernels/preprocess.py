@@ -14,14 +14,15 @@ COLUMNS = tl.constexpr(16)  # of the sums of dq that one store clears
 
 @triton_kernel
 def preprocess_kernel(
-    out, dout, lse, dlse, neg_lse_log2, neg_delta, dq_accum, dq_semaphore, tile_count_semaphore,
+    out, dout, lse, residual, dlse, neg_lse, neg_residual, neg_delta, dq_accum, dq_semaphore, tile_count_semaphore,
     tile_count_semaphore_2, cu_seqlens_q,
     stride_out_b, stride_out_h, stride_out_m, stride_dout_b, stride_dout_h, stride_dout_m,
     stride_lse_b, stride_lse_h, stride_dlse_b, stride_dlse_h, stride_dlse_m,
     num_tiles, num_heads, seqlen_q, batch, columns, dq_parts,
     HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """`neg_lse_log2 = -lse * log2(e)` and `neg_delta = dlse - sum(dout * out)`; resets the semaphores and dq's sums.
+    """`neg_lse = -lse * log2(e)` and `neg_delta = dlse - sum(dout * out)`; resets the semaphores and dq's sums. Of
+    natural scores, `neg_lse = -lse` and `neg_residual = -residual * log2(e)`; a residual that is not given is 0.
 
     Padding and rows without visible keys get -inf, which makes their probabilities 0, and a delta of 0.
     """
@@ -45,7 +46,15 @@ def preprocess_kernel(
         neg_delta_i += tl.load(dlse_row + row * stride64(stride_dlse_m, 1), mask=exists, other=0.0).to(tl.float32)
     no_keys = lse_i == -INFINITY
     offset = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    tl.store(neg_lse_log2 + offset, tl.where(no_keys, -INFINITY, -LOG2E * lse_i))
+    if neg_residual is not None:
+        tl.store(neg_lse + offset, tl.where(no_keys, -INFINITY, -lse_i))
+        residual_i = tl.zeros([BLOCK_M], tl.float32)
+        if residual is not None:
+            residual_row = residual + b * stride64(stride_lse_b, 1) + head * stride64(stride_lse_h, 1)
+            residual_i = tl.load(residual_row + row, mask=exists, other=0.0)
+        tl.store(neg_residual + offset, residual_i * -LOG2E)
+    else:
+        tl.store(neg_lse + offset, tl.where(no_keys, -INFINITY, -LOG2E * lse_i))
     tl.store(neg_delta + offset, tl.where(no_keys, 0.0, neg_delta_i))
     if tl.program_id(0) == 0:
         tl.store(tile_count_semaphore, 0)

@@ -52,7 +52,7 @@ from .dq_share import DS_BARRIER, DS_STAGES, compute_dq_alone, start_dq, store_d
 from .dq_writer import DQ_COLUMNS, NUM_WARPGROUPS, DqPipeline, DqWriter, dq_writer_warp
 from .late_dq import LATE_DS_STAGES, SECOND_DS_BARRIER, add_dq, announce_ds, start_late_dq, store_late
 from .producer import BackwardDescriptors, BackwardPipelines, backward_producer_warp, make_row_pipeline
-from .scores import begin_probabilities, block_coord, finish_probabilities, load_block, with_bias
+from .scores import Residuals, begin_probabilities, block_coord, finish_probabilities, load_block, with_bias
 from .slopes import SlopeGradient, add_slope_gradient
 from .tile_scheduler import (
     KeyTileScheduler,
@@ -92,6 +92,7 @@ class BackwardContext(NamedTuple):
     chunk: RowChunk
     bounds: MaskBounds
     params: ScoreParams
+    residuals: Residuals
     dropout: Dropout
     lists: BlockLists
     slope_gradient: SlopeGradient
@@ -99,9 +100,9 @@ class BackwardContext(NamedTuple):
 
 @kernel
 def backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, neg_lse_log2_desc, neg_delta_desc, dq_desc, dq_accum_desc, dq_accum,
+    q_desc, k_desc, v_desc, dout_desc, neg_lse_desc, neg_delta_desc, dq_desc, dq_accum_desc, dq_accum,
     dk_desc, dv_desc,
-    tile_count_semaphore, dq_semaphore, slopes, dslopes,
+    neg_residual, tile_count_semaphore, dq_semaphore, slopes, dslopes,
     cu_seqlens_q, cu_seqlens_k, seqused_k, stride_slopes_b, batch,
     num_tiles, num_blocks, total_heads, l2_swizzle, num_heads_k, group, padded_rows,
     seqlen_q, seqlen_k, head_splits, row_splits, first_tile, first_head, chunk_lo, chunk_hi, dq_parts, diagonal,
@@ -125,7 +126,7 @@ def backward_kernel(
         gl.static_assert(V_BARRIER + NUM_WARPGROUPS <= SECOND_DS_BARRIER)
     else:
         gl.static_assert(DQ_BARRIER + NUM_WARPGROUPS <= DS_BARRIER)
-    descs = BackwardDescriptors(q_desc, k_desc, v_desc, dout_desc, neg_lse_log2_desc, neg_delta_desc, bias_desc)
+    descs = BackwardDescriptors(q_desc, k_desc, v_desc, dout_desc, neg_lse_desc, neg_delta_desc, bias_desc)
     pipelines = BackwardPipelines(
         make_row_pipeline(descs, NamedBarriers(FIRST_BARRIER, PIPELINE_THREADS), CONFIG),
         make_pipeline(k_desc, NUM_WARPGROUPS, NamedBarriers(K_BARRIER, PIPELINE_THREADS), HEAD_DIM),
@@ -184,6 +185,7 @@ def backward_kernel(
         chunk,
         bounds,
         params,
+        Residuals(neg_residual, padded_rows),
         dropout,
         block_lists,
         slope_gradient,
@@ -261,6 +263,7 @@ def compute_tile(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     pipelines, outputs = context.pipelines, context.outputs
     group, bounds, params, lists = context.group, context.bounds, context.params, context.lists
+    residuals = context.residuals
     dropout, stream = context.dropout, load_stream(context.dropout)
     dtype: gl.constexpr = outputs.ds.dtype
     rows, k, v, dq_pipeline = pipelines.rows, pipelines.k, pipelines.v, outputs.dq_pipeline
@@ -287,7 +290,7 @@ def compute_tile(
     entry = first_entry(lists, tile)
     row_block = block_at(lists, m, entry)
     partial = partial_of(lists, entry)
-    block = block_coord(tile, group, group_head, row_block, first_key, partial, CONFIG)
+    block = block_coord(tile, group, group_head, row_block, first_key, partial, residuals, CONFIG)
     # Unused where there are no steps.
     loaded = load_block(block, params, CONFIG)
     loaded = with_bias(loaded, pipelines.bias, count, steps > 0, warpgroup, NUM_WARPGROUPS, CONFIG)
@@ -373,7 +376,7 @@ def compute_tile(
         next_m, next_head = next_m_block(m, group_head, tile, group, CONFIG.lpt)
         next_block = block_at(lists, next_m, next_entry)
         partial = partial_of(lists, next_entry)
-        next_coord = block_coord(tile, group, next_head, next_block, first_key, partial, CONFIG)
+        next_coord = block_coord(tile, group, next_head, next_block, first_key, partial, residuals, CONFIG)
         loaded = load_block(next_coord, params, CONFIG)  # before the wait
         bits = load_bits(lists, next_entry, tile.token_q, next_m, warpgroup * MMA_M, zeros, CONFIG.block_n)
         kept = kept_pairs(
@@ -385,7 +388,7 @@ def compute_tile(
             entry = next_entry
         row_block = block_at(lists, m, entry)
         partial = partial_of(lists, entry)
-        block = block_coord(tile, group, group_head, row_block, first_key, partial, CONFIG)
+        block = block_coord(tile, group, group_head, row_block, first_key, partial, residuals, CONFIG)
         loaded = with_bias(loaded, pipelines.bias, next_count, steps_left > 1, warpgroup, NUM_WARPGROUPS, CONFIG)
         partial_p = begin_probabilities(s, rows, next_count, block, loaded, params, CONFIG)
         dk, partial_p = gemm_wait_with(dk, partial_p)

@@ -28,11 +28,11 @@ from .tile_scheduler import first_m_block, key_head, next_m_block, pop_key_tile
 
 
 class RowPipeline(NamedTuple):
-    """Blocks of rows. q arrives with neg_lse_log2, dout with neg_delta; consumers release all four at once."""
+    """Blocks of rows. q arrives with neg_lse, dout with neg_delta; consumers release all four at once."""
 
     q: SmemBuffers
     dout: SmemBuffers
-    neg_lse_log2: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_M] fp32
+    neg_lse: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_M] fp32
     neg_delta: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_M] fp32
     empty: NamedBarriers
 
@@ -44,7 +44,7 @@ class BackwardDescriptors(NamedTuple):
     k: gl.tensor
     v: gl.tensor
     dout: gl.tensor
-    neg_lse_log2: gl.tensor
+    neg_lse: gl.tensor
     neg_delta: gl.tensor
     bias: gl.tensor | None
 
@@ -64,15 +64,15 @@ def make_row_pipeline(descs, empty, CONFIG: gl.constexpr):
     STAGES: gl.constexpr = CONFIG.stages
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
-    stat_shape: gl.constexpr = [STAGES] + descs.neg_lse_log2.block_type.shape
+    stat_shape: gl.constexpr = [STAGES] + descs.neg_lse.block_type.shape
     q = allocate_chunks(descs.q, STAGES, HEAD_DIM)
     dout = allocate_chunks(descs.dout, STAGES, HEAD_DIM_V)
-    neg_lse_log2 = gl.allocate_shared_memory(gl.float32, stat_shape, descs.neg_lse_log2.layout)
-    neg_delta = gl.allocate_shared_memory(gl.float32, stat_shape, descs.neg_lse_log2.layout)
+    neg_lse = gl.allocate_shared_memory(gl.float32, stat_shape, descs.neg_lse.layout)
+    neg_delta = gl.allocate_shared_memory(gl.float32, stat_shape, descs.neg_lse.layout)
     return RowPipeline(
         SmemBuffers(q, make_mbarriers(STAGES, 1)),
         SmemBuffers(dout, make_mbarriers(STAGES, 1)),
-        neg_lse_log2,
+        neg_lse,
         neg_delta,
         empty,
     )
@@ -111,9 +111,7 @@ def backward_producer_warp(
             coord = q_coord(tile, tile.head_k * group + group_head, block * BLOCK_M, PACKED)
             stat_coord = ((tile.padded_row + group_head * padded_rows) // BLOCK_M + block, 0)
             producer_acquire(rows.empty, count, STAGES)
-            load_rows_and_stat(
-                rows.q, rows.neg_lse_log2, descs.q, descs.neg_lse_log2, coord, stat_coord, stage, HEAD_DIM
-            )
+            load_rows_and_stat(rows.q, rows.neg_lse, descs.q, descs.neg_lse, coord, stat_coord, stage, HEAD_DIM)
             if pipelines.k is not None and steps_left == steps:
                 load_keys(pipelines.k, descs.k, tile, splits, tile_count, BLOCK_N, HEAD_DIM, PACKED)
             load_rows_and_stat(

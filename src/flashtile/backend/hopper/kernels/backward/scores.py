@@ -18,6 +18,15 @@ from ..shared.pipeline import stage_of
 from ..shared.score_mod import Loaded, load_head, load_keys, load_rows
 
 
+class Residuals(NamedTuple):
+    """Negated residuals of lse `[heads, padded_rows]` times log2(e), which natural scores have. They are loaded where
+    they are used: shared memory is full.
+    """
+
+    data: gl.tensor | None  # pointer
+    padded_rows: gl.tensor
+
+
 class BlockCoord(NamedTuple):
     """Position of a transposed block of scores `[N, M]`."""
 
@@ -28,13 +37,20 @@ class BlockCoord(NamedTuple):
     first_key: gl.tensor
     seqlen_k: gl.tensor
     partial: tuple  # `block_lists.partial_of`
+    residual: tuple  # pointer to that of the first row, and whether the block exists; or nothing
 
 
 @gluon.jit
-def block_coord(tile, group, group_head, m, first_key, partial, CONFIG: gl.constexpr):
+def block_coord(tile, group, group_head, m, first_key, partial, residuals, CONFIG: gl.constexpr):
     """Position of the block of rows m of a query head."""
+    BLOCK_M: gl.constexpr = CONFIG.block_m
     head = tile.head_k * group + gl.minimum(group_head, group - 1)  # after the last block, the last one
-    return BlockCoord(tile.b, head, tile.shift, m * CONFIG.block_m, first_key, tile.seqlen_k, partial)
+    residual = ()
+    if residuals.data is not None:
+        of_head = tile.padded_row + gl.minimum(group_head, group - 1) * residuals.padded_rows
+        exists = (m >= 0) & (m * BLOCK_M < tile.seqlen_q)
+        residual = (residuals.data + (of_head // BLOCK_M + m) * BLOCK_M, gl.where(exists, 1, 0))
+    return BlockCoord(tile.b, head, tile.shift, m * BLOCK_M, first_key, tile.seqlen_k, partial, residual)
 
 
 @gluon.jit
@@ -46,7 +62,7 @@ def begin_probabilities(s, rows, count, coord, loaded, params, CONFIG: gl.conste
     if params.softcap is not None or needs_scores(CONFIG):
         return (s,)
     else:
-        t = log2_probabilities(block_scores(s, coord, loaded, params, CONFIG), rows, count, params, CONFIG)
+        t = log2_probabilities(block_scores(s, coord, loaded, params, CONFIG), rows, count, coord, params, CONFIG)
         if CONFIG.early_half_exps:
             left, right = split_columns(t)
             return (gl.exp2(left), right)
@@ -59,7 +75,7 @@ def finish_probabilities(partial_p, rows, count, coord, loaded, params, CONFIG: 
     """Second part: p, and the scores for the derivatives of a softcap and a score_mod."""
     if params.softcap is not None or needs_scores(CONFIG):
         score = block_scores(partial_p[0], coord, loaded, params, CONFIG)
-        return gl.exp2(log2_probabilities(score, rows, count, params, CONFIG)), score
+        return gl.exp2(log2_probabilities(score, rows, count, coord, params, CONFIG)), score
     else:
         p = join_columns(partial_p[0], gl.exp2(partial_p[1])) if CONFIG.early_half_exps else gl.exp2(partial_p[0])
         if CONFIG.score_mod is None:
@@ -75,10 +91,24 @@ def needs_scores(CONFIG):
 
 
 @gluon.jit
-def log2_probabilities(score, rows, count, params, CONFIG: gl.constexpr):
+def log2_probabilities(score, rows, count, coord, params, CONFIG: gl.constexpr):
     """Base-2 logarithms of p."""
-    neg_lse_log2 = rows.neg_lse_log2.index(stage_of(count, CONFIG.stages)).load(score.t.type.layout)
-    return score.t * params.scale_log2 + neg_lse_log2
+    neg_lse = rows.neg_lse.index(stage_of(count, CONFIG.stages)).load(score.t.type.layout)
+    return scores.log2_probabilities(score.t, neg_lse, load_residual(coord, CONFIG), params)
+
+
+@gluon.jit
+def load_residual(coord, CONFIG: gl.constexpr):
+    """The negated residual of lse `[1, M]` of a block in a tuple, or nothing. A block that does not exist has none."""
+    BLOCK_M: gl.constexpr = CONFIG.block_m
+    layout: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16]))
+    if len(coord.residual) > 0:
+        # Before the first block or after the last one, where scores are computed for nothing.
+        exists = gl.full([BLOCK_M], coord.residual[1], gl.int32, layout) > 0
+        x = gl.load(coord.residual[0] + gl.arange(0, BLOCK_M, layout), mask=exists, other=0.0)
+        return (gl.expand_dims(x, 0),)
+    else:
+        return ()
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
 from ..backward.producer import BackwardDescriptors, BackwardPipelines, backward_producer_warp, make_row_pipeline
-from ..backward.scores import block_coord, block_scores, load_block
+from ..backward.scores import Residuals, block_coord, block_scores, load_block, load_residual
 from ..backward.tile_scheduler import (
     KeyTileScheduler,
     LastWave,
@@ -72,13 +72,14 @@ class DkdvContext(NamedTuple):
     group: gl.tensor
     bounds: MaskBounds
     params: ScoreParams
+    residuals: Residuals
     dropout: Dropout
     queue: TileQueue
 
 
 @kernel
 def dkdv_kernel(
-    q_desc, k_desc, v_desc, dout_desc, neg_lse_log2_desc, neg_delta_desc, dk, dv, slopes, tile_count_semaphore,
+    q_desc, k_desc, v_desc, dout_desc, neg_lse_desc, neg_delta_desc, neg_residual, dk, dv, slopes, tile_count_semaphore,
     cu_seqlens_q, cu_seqlens_k, seqused_k, stride_dk_b, stride_dk_h, stride_dk_m, stride_dv_b, stride_dv_h, stride_dv_m,
     stride_slopes_b, num_tiles, num_blocks, total_heads, l2_swizzle, num_heads_k, head_splits, group, padded_rows,
     batch, seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left,
@@ -96,7 +97,7 @@ def dkdv_kernel(
     K_BARRIER: gl.constexpr = FIRST_BARRIER + CONFIG.stages
     WEIGHTS_BARRIER: gl.constexpr = K_BARRIER + 2
     gl.static_assert(WEIGHTS_BARRIER + CONFIG.stages - 1 <= LAST_BARRIER)
-    descs = BackwardDescriptors(q_desc, k_desc, v_desc, dout_desc, neg_lse_log2_desc, neg_delta_desc, None)
+    descs = BackwardDescriptors(q_desc, k_desc, v_desc, dout_desc, neg_lse_desc, neg_delta_desc, None)
     rows = make_row_pipeline(descs, NamedBarriers(FIRST_BARRIER, CONSUMER_THREADS + 32), CONFIG)
     if CONFIG.keys_in_registers:
         pipelines = BackwardPipelines(rows, None, None, ())
@@ -129,7 +130,8 @@ def dkdv_kernel(
     )
     params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch, inputs, pairs)
     dropout = Dropout(seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale)
-    context = DkdvContext(pipelines, splits, weights, group, bounds, params, dropout, queue)
+    residuals = Residuals(neg_residual, padded_rows)
+    context = DkdvContext(pipelines, splits, weights, group, bounds, params, residuals, dropout, queue)
     dk_output = OutputTensor(dk, stride_dk_b, stride_dk_h, stride_dk_m, columns)
     dv_output = OutputTensor(dv, stride_dv_b, stride_dv_h, stride_dv_m, columns_v)
     gl.warp_specialize(
@@ -184,14 +186,15 @@ def dv_warpgroup(context, output, CONFIG: gl.constexpr):
             else:
                 k_j = left_keys(k, k_own, HEAD_DIM, CONFIG)
                 s = start_scores(rows, k_j, count, zeros, CONFIG)
-            coord = block_coord(tile, context.group, group_head, m, tile.first_key, (), CONFIG)
+            coord = block_coord(tile, context.group, group_head, m, tile.first_key, (), context.residuals, CONFIG)
             loaded = load_block(coord, params, CONFIG)
             kept = kept_pairs(dropout, stream, coord.b, coord.head, coord.first_row, coord.first_key, zeros, True)
             if not EARLY_SCORES:
                 q_i = stage_chunks(rows.q, count, STAGES, HEAD_DIM)
                 s = large_product(k_j, q_i, warpgroup_mma_wait(0, deps=(s,)), HEAD_DIM.parts)
             score = block_scores(s, coord, loaded, params, CONFIG)
-            p = gl.exp2(score.t * params.scale_log2 + rows.neg_lse_log2.index(stage).load(s_layout))
+            neg_lse = rows.neg_lse.index(stage).load(s_layout)
+            p = gl.exp2(scores.log2_probabilities(score.t, neg_lse, load_residual(coord, CONFIG), params))
             if masked:
                 visible = visible_in(p, context.bounds, tile, m * BLOCK_M)
                 p = where_bits(visible, p, 0.0)
@@ -251,7 +254,7 @@ def dk_warpgroup(context, output, scale, CONFIG: gl.constexpr):
             v_j = left_keys(v, v_own, HEAD_DIM_V, CONFIG)
             dout_i = stage_chunks(rows.dout, count, STAGES, HEAD_DIM_V)
             dp = small_products(v_j, dout_i, zeros, HEAD_DIM_V.parts)
-            coord = block_coord(tile, context.group, group_head, m, tile.first_key, (), CONFIG)
+            coord = block_coord(tile, context.group, group_head, m, tile.first_key, (), context.residuals, CONFIG)
             kept = kept_pairs(dropout, stream, coord.b, coord.head, coord.first_row, coord.first_key, zeros, True)
             dp = large_product(v_j, dout_i, warpgroup_mma_wait(0, deps=(dp,)), HEAD_DIM_V.parts)
             if dropout.seed is not None:

@@ -51,7 +51,8 @@ from .producer import DqPipelines, dq_producer_warp
 class RowStats(NamedTuple):
     """Row statistics `[heads, padded_rows]` as `padded_rows` lays them out."""
 
-    neg_lse_log2: gl.tensor  # pointer
+    neg_lse: gl.tensor  # pointer
+    neg_residual: gl.tensor | None  # of natural scores, pointer
     neg_delta: gl.tensor  # pointer
     padded_rows: gl.tensor
 
@@ -72,7 +73,7 @@ class DqContext(NamedTuple):
 
 @kernel
 def dq_kernel(
-    q_desc, k_desc, v_desc, dout_desc, neg_lse_log2, neg_delta, dq, slopes, tile_count_semaphore,
+    q_desc, k_desc, v_desc, dout_desc, neg_lse, neg_residual, neg_delta, dq, slopes, tile_count_semaphore,
     cu_seqlens_q, cu_seqlens_k, seqused_k,
     stride_dq_b, stride_dq_h, stride_dq_m, stride_slopes_b, num_tiles, num_blocks, total_heads, l2_swizzle, num_heads,
     group, padded_rows, batch, seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left,
@@ -113,7 +114,7 @@ def dq_kernel(
         pair_rows,
     )
     params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch, inputs, pairs)
-    row_stats = RowStats(neg_lse_log2, neg_delta, padded_rows)
+    row_stats = RowStats(neg_lse, neg_residual, neg_delta, padded_rows)
     output = OutputTensor(dq, stride_dq_b, stride_dq_h, stride_dq_m, columns)
     dropout = Dropout(seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale)
     context = DqContext(pipelines, row_stats, output, scale, queue, bounds, diagonal, params, dropout)
@@ -164,7 +165,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         first_row = tile.first_row + warpgroup * MMA_M
         shift = tile.seqlen_k - tile.seqlen_q + context.diagonal
         blocks = n_block_range(bounds, first_row, first_row + (MMA_M - 1), shift, tile.seqlen_k, BLOCK_N)
-        neg_lse_log2, neg_delta = load_row_stats(context.row_stats, tile, first_row, s_layout, PACKED)
+        neg_lse, neg_residual, neg_delta = load_row_stats(context.row_stats, tile, first_row, s_layout, PACKED)
         row = gl.expand_dims(first_row + gl.arange(0, MMA_M, gl.SliceLayout(1, s_layout)), 1)
         sequence = gl.minimum(tile.b, params.batch - 1)
         of_head = load_head(params, tile.b, tile.head, SCORE_MOD)
@@ -202,7 +203,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             s = warpgroup_mma_wait(DP_GEMMS, deps=(s,))
             distance = first_row - first_key
             score = scores.forward(s, params, tile.b, tile.head, shift, row, key, distance, loaded, CONFIG)
-            p = gl.exp2(score.t * params.scale_log2 + gl.expand_dims(neg_lse_log2, 1))
+            p = gl.exp2(scores.log2_probabilities(score.t, gl.expand_dims(neg_lse, 1), neg_residual, params))
             visible = all_visible(p)
             if masked:
                 visible = visible_keys(p, bounds, first_row, first_key, shift, tile.seqlen_k)
@@ -230,11 +231,16 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
 
 @gluon.jit
 def load_row_stats(row_stats, tile, first_row, s_layout: gl.constexpr, PACKED: gl.constexpr):
-    """Load neg_lse_log2 and neg_delta `[MMA_M]`; rows past the sequence's end get -inf and 0, so that p is 0."""
+    """Load neg_lse `[MMA_M]`, neg_residual `[MMA_M, 1]` in a tuple (of natural scores), and neg_delta `[MMA_M]`. Rows
+    past the sequence's end get -inf, 0 and 0, so that p is 0.
+    """
     row = first_row + gl.arange(0, MMA_M, gl.SliceLayout(1, s_layout))
     base = tile.lse_head.to(gl.int64) * row_stats.padded_rows
     if PACKED:  # each sequence begins with a block of its own
         base += (tile.token_q // MMA_M + tile.b) * MMA_M
     exists = row < tile.seqlen_q
-    neg_lse_log2 = gl.load(row_stats.neg_lse_log2 + base + row, mask=exists, other=-INFINITY)
-    return neg_lse_log2, gl.load(row_stats.neg_delta + base + row, mask=exists, other=0.0)
+    neg_lse = gl.load(row_stats.neg_lse + base + row, mask=exists, other=-INFINITY)
+    neg_residual = ()
+    if row_stats.neg_residual is not None:
+        neg_residual = (gl.expand_dims(gl.load(row_stats.neg_residual + base + row, mask=exists, other=0.0), 1),)
+    return neg_lse, neg_residual, gl.load(row_stats.neg_delta + base + row, mask=exists, other=0.0)

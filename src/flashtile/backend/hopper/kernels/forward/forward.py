@@ -53,7 +53,8 @@ from .producer import ForwardPipelines, producer_warp, q_stage
 
 @kernel
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse, slopes, sinks, tile_count_semaphore, cu_seqlens_q, cu_seqlens_k, seqused_k,
+    q_desc, k_desc, v_desc, out_desc, lse, residual, slopes, sinks, tile_count_semaphore,
+    cu_seqlens_q, cu_seqlens_k, seqused_k,
     stride_slopes_b, stride_lse, num_tiles, num_blocks, total_heads, l2_swizzle, num_heads, group, batch,
     seqlen_q, seqlen_k, num_splits, diagonal, window_left, window_right, top_left, factor, multiplier, softcap,
     bias, mask, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_mask_b, stride_mask_h,
@@ -101,7 +102,7 @@ def forward_kernel(
         pair_rows,
     )
     params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, sinks, batch, inputs, pairs)
-    outputs = ForwardOutputs(out_desc, smem, lse, stride_lse, None if num_splits is None else num_heads)
+    outputs = ForwardOutputs(out_desc, smem, lse, residual, stride_lse, None if num_splits is None else num_heads)
     dropout = Dropout(seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale)
     context = ForwardContext(pipelines, outputs, queue, bounds, diagonal, params, dropout, block_lists, pages)
     if CONFIG.page_rows > 0 and CONFIG.num_warpgroups == 2:
@@ -225,7 +226,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
                 n -= skipped
                 count += skipped
         out_coord = result_coord(tile, wg_tile.first_row, outputs, PACKED)
-        inv_l = finalize(outputs, state, wg_tile)
+        inv_l = finalize(outputs, params, state, wg_tile, CONFIG)
         if context.dropout.seed is not None:
             inv_l = inv_l * context.dropout.keep_scale
         if Q_STAGES > 1:
@@ -249,14 +250,18 @@ def result_coord(tile, first_row, outputs, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def finalize(outputs, state, wg_tile):
-    """Store lse of finished rows, and return `1 / l [MMA_M]`, which normalizes acc."""
+def finalize(outputs, params, state, wg_tile, CONFIG: gl.constexpr):
+    """Store lse of finished rows and its residual, and return `1 / l [MMA_M]`, which normalizes acc."""
     tile = wg_tile.tile
     layout: gl.constexpr = gl.SliceLayout(1, state.acc[0].type.layout)
-    inv_l, lse = softmax.finalize(state.row_max, state.l, layout)
+    WITH_SINKS: gl.constexpr = params.sinks is not None
+    inv_l, lse, residual = softmax.finalize(state.row_max, state.l, layout, WITH_SINKS, CONFIG.natural)
     row = wg_tile.first_row + gl.arange(0, MMA_M, layout)
     base = outputs.lse + tile.lse_head.to(gl.int64) * outputs.stride_lse + tile.token_q
     gl.store(base + row, lse, mask=row < tile.seqlen_q)
+    if outputs.residual is not None:
+        base = outputs.residual + tile.lse_head.to(gl.int64) * outputs.stride_lse + tile.token_q
+        gl.store(base + row, residual, mask=row < tile.seqlen_q)
     return inv_l
 
 

@@ -40,6 +40,7 @@ class ForwardOutputs(NamedTuple):
     out: gl.tensor  # descriptor
     smem: gl.shared_memory_descriptor  # [NUM_WARPGROUPS, *rows, epilogue_columns]
     lse: gl.tensor  # pointer, [B, H, Sq] or [H, T]
+    residual: gl.tensor | None  # of lse, pointer
     stride_lse: gl.tensor  # between heads
     num_heads: gl.tensor | None  # with split keys
 
@@ -123,7 +124,9 @@ def next_tile_state(acc, p, wg_tile, params, outputs, CONFIG: gl.constexpr):
     with_sink = tile.b < params.batch
     if outputs.num_heads is not None:  # the first split alone
         with_sink = tile.lse_head < params.batch * outputs.num_heads
-    row_max, l = softmax.initial_state(zero_scores(CONFIG.block_n), params.sinks, tile.head, with_sink)  # noqa: E741
+    row_max, l = softmax.initial_state(  # noqa: E741
+        zero_scores(CONFIG.block_n), params.sinks, tile.head, with_sink, CONFIG.natural
+    )
     return SoftmaxState(acc, p, row_max, l)
 
 
@@ -172,7 +175,9 @@ def mainloop_step(
     consumer_release(k.empty, count, STAGES)
     release_q_early(pipelines.q_empty, tile_count, warpgroup, n == tile.lo, CONFIG)
     t = masked_scores(s, wg_tile, block, entry, bits, context, loaded, units, CONFIG)
-    row_max, alpha, changed, p = softmax.update(state.row_max, t, units.scale_log2, CONFIG.speculative_exps)
+    row_max, alpha, changed, p = softmax.update(
+        state.row_max, t, units.scale_log2, CONFIG.speculative_exps, CONFIG.natural
+    )
     l = state.l * alpha + softmax.thread_row_sum(p)  # noqa: E741
     p = where_kept(kept, p, False)
     acc, p, l = gemm_wait_pair(acc, p, l)  # noqa: E741
@@ -294,12 +299,17 @@ def block_keys(context, tile, block, CONFIG: gl.constexpr):
 
 @gluon.jit
 def tile_units(params, wg_tile, loaded, CONFIG: gl.constexpr):
-    """Units of a tile's scores. The softmax takes a head's factor if it is positive and far from overflow."""
+    """Units of a tile's scores. The softmax takes a head's factor if it is positive and far from overflow, but not of
+    natural scores.
+    """
     SCORE_MOD: gl.constexpr = CONFIG.score_mod
     if CONFIG.head_factor:
         factor = score_mod.head_factor(params, wg_tile.tile.b, wg_tile.tile.head, loaded, SCORE_MOD)
         in_scores = ~((factor > SMALLEST_FACTOR) & (factor < LARGEST_FACTOR))
-        return TileUnits(params.scale_log2 * gl.where(in_scores, 1.0, factor), factor, in_scores)
+        if CONFIG.natural:
+            return TileUnits(params.scale_log2, factor, True)
+        else:
+            return TileUnits(params.scale_log2 * gl.where(in_scores, 1.0, factor), factor, in_scores)
     else:
         return TileUnits(params.scale_log2, params.scale_log2, False)
 

@@ -15,8 +15,9 @@ from .....call.call import HEAD_TERMS
 # Pointer arguments of all kernels; descriptors are named `*_desc`. `None` arguments are compiled away.
 POINTERS = {
     "lse", "sinks", "tile_count_semaphore", "tile_count_semaphore_2", "dq_semaphore", "cu_seqlens_q", "cu_seqlens_k",
-    "seqused_k", "partial_out", "partial_lse", "out", "dout", "dlse", "neg_lse_log2", "neg_delta", "dq_accum", "dq",
-    "dk", "dv", "splits", "dx", "lists", "table", "states", "bias", "mask", "mask_bits", "distance_table", "page_table",
+    "seqused_k", "partial_out", "partial_lse", "partial_residual", "residual", "out", "dout", "dlse", "neg_lse",
+    "neg_residual", "neg_delta", "dq_accum", "dq", "dk", "dv",
+    "splits", "dx", "lists", "table", "states", "bias", "mask", "mask_bits", "distance_table", "page_table",
     "seed", "dslopes",
     *HEAD_TERMS,
 }  # fmt: skip

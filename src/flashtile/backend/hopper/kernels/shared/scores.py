@@ -81,6 +81,17 @@ def unmodified_score(qk, params, b, head, shift, rows, keys, loaded, CONFIG: gl.
 
 
 @gluon.jit
+def log2_probabilities(t, neg_lse, neg_residual, params):
+    """Base-2 logarithms of p. Natural scores have the residual of lse, in a tuple: their difference to lse is taken
+    before any factor.
+    """
+    if len(neg_residual) > 0:
+        return (t + neg_lse) * params.scale_log2 + neg_residual[0]
+    else:
+        return t * params.scale_log2 + neg_lse
+
+
+@gluon.jit
 def derivative(p, score, params, SCORE_MOD: gl.constexpr):
     """`p` times the derivative of the final score with respect to `scale * <q, k>`. Of a pair that the window hides, it
     may be NaN.

@@ -9,6 +9,9 @@ the old row_max, stand behind a branch that is uniform in a warp (`softmax_ptx`)
 
 Four threads hold a row (`column_masks`). row_max and l are kept per thread, `[M, 4]`, until the row is finished: the
 threads of a row exchange nothing while row_max does not change.
+
+NATURAL scores, which may have a large term in common (a bias, a score_mod), keep their unit: row_max is one of them,
+and `p = exp2((t - row_max) * scale_log2)`, whose difference is taken before any factor rounds it.
 """
 
 from triton.experimental import gluon
@@ -24,7 +27,7 @@ FLOAT_MAX = gl.constexpr(3.4028234663852886e38)
 
 
 @gluon.jit
-def initial_state(t, sinks, head, with_sink):
+def initial_state(t, sinks, head, with_sink, NATURAL: gl.constexpr):
     """row_max and l `[M, 4]` before the first key, for scores shaped like `t [M, N]`.
 
     A sink is a key without a value. A row without keys keeps the lowest float as its row_max.
@@ -34,14 +37,17 @@ def initial_state(t, sinks, head, with_sink):
     row_max = gl.full([M, 4], -FLOAT_MAX, gl.float32, layout)
     l = gl.zeros([M, 4], gl.float32, layout)  # noqa: E741
     if sinks is not None:
-        sink = gl.where(with_sink, gl.load(sinks + head).to(gl.float32) * LOG2E, -INFINITY)
+        sink = gl.load(sinks + head).to(gl.float32)
+        if not NATURAL:
+            sink = sink * LOG2E
+        sink = gl.where(with_sink, sink, -INFINITY)
         row_max = gl.full([M, 4], gl.minimum(gl.maximum(sink, -FLOAT_MAX), FLOAT_MAX), gl.float32, layout)
         l = gl.full([M, 4], gl.where(sink == -INFINITY, 0.0, 0.25), gl.float32, layout)  # noqa: E741
     return row_max, l
 
 
 @gluon.jit
-def update(row_max, t, scale_log2, SPECULATIVE: gl.constexpr):
+def update(row_max, t, scale_log2, SPECULATIVE: gl.constexpr, NATURAL: gl.constexpr):
     """Online-softmax update for scores `t [M, N]`.
 
     Returns row_max `[M, 4]`, the factor alpha `[M, 4]` for l and acc, whether any row_max of the warp has changed, and
@@ -53,10 +59,10 @@ def update(row_max, t, scale_log2, SPECULATIVE: gl.constexpr):
     view = thread_view(t)
     thread_max = gl.max(gl.max(view, 3), 1)
     old_max = gl.convert_layout(row_max, thread_max.type.layout, assert_trivial=True)
-    p = softmax_ptx.speculative_exps(view, expand_per_thread(old_max), scale_log2, SPECULATIVE)
-    row_max, alpha, changed = softmax_ptx.update_row_max(old_max, thread_max, scale_log2)
+    p = softmax_ptx.speculative_exps(view, expand_per_thread(old_max), scale_log2, SPECULATIVE, NATURAL)
+    row_max, alpha, changed = softmax_ptx.update_row_max(old_max, thread_max, scale_log2, NATURAL)
     p = softmax_ptx.complete_exps(
-        p, view, expand_per_thread(row_max), expand_per_thread(changed), scale_log2, SPECULATIVE
+        p, view, expand_per_thread(row_max), expand_per_thread(changed), scale_log2, SPECULATIVE, NATURAL
     )
     return row_max, alpha, changed, from_thread_view(p, t)
 
@@ -86,14 +92,23 @@ def thread_row_sum(p):
 
 
 @gluon.jit
-def finalize(row_max, l, layout: gl.constexpr):  # noqa: E741
-    """`1 / l [M]`, which normalizes acc, and `lse [M]`. Rows without keys get 0 in acc and an lse of -inf."""
+def finalize(row_max, l, layout: gl.constexpr, WITH_SINKS: gl.constexpr, NATURAL: gl.constexpr):  # noqa: E741
+    """`1 / l [M]`, which normalizes acc, `lse [M]`, and its residual of NATURAL scores: what rounding has taken from
+    `row_max + log(l)`; 0 where that is infinite. Rows without keys get 0 in acc and an lse of -inf.
+    """
     row_max = gl.convert_layout(gl.max(row_max, 1), layout)
     l = gl.convert_layout(gl.sum(l, 1), layout)  # noqa: E741
-    row_max = gl.where(row_max == FLOAT_MAX, INFINITY, row_max)  # a sink of +inf
-    lse = gl.where(l == 0, -INFINITY, (row_max + log2(l)) * LN2)
+    if WITH_SINKS or not NATURAL:
+        row_max = gl.where(row_max == FLOAT_MAX, INFINITY, row_max)  # a sink of +inf
+    residual = gl.zeros([l.shape[0]], gl.float32, layout)
+    if NATURAL:
+        log_l = log2(l) * LN2
+        lse = gl.where(l == 0, -INFINITY, row_max + log_l)
+        residual = gl.where(gl.abs(lse) == INFINITY, 0.0, (row_max - lse) + log_l)
+    else:
+        lse = gl.where(l == 0, -INFINITY, (row_max + log2(l)) * LN2)
     inv_l = gl.where(l == INFINITY, float("nan"), 1.0 / gl.where(l == 0, 1.0, l))  # inf / inf
-    return inv_l, lse
+    return inv_l, lse, residual
 
 
 @gluon.jit
