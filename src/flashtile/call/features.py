@@ -95,5 +95,7 @@ def one_of(dtypes: Sequence[Any]) -> str:
 
 
 def present(tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """The tensors of a `TENSOR_LIST`. Programs that were exported earlier have an empty list where there are none."""
-    return tuple(x for x in tensors if x is not None)
+    """The tensors of a `TENSOR_LIST`. Programs that were exported earlier have an empty list where there are none, and
+    of the flags for gradients PyTorch 2.11 has one `False`.
+    """
+    return tuple(x for x in tensors or () if x is not None)
