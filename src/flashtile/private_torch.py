@@ -48,6 +48,7 @@ def traced() -> bool | None:
 
 
 maybe_current_level = find("torch._C._functorch", "maybe_current_level", one)  # None outside of torch.func
+is_batchedtensor = find("torch._C._functorch", "is_batchedtensor", one)
 len_torch_dispatch_stack = find("torch._C", "_len_torch_dispatch_stack", one)
 len_torch_function_stack = find("torch._C", "_len_torch_function_stack", one)
 get_function_stack_at = find("torch._C", "_get_function_stack_at", nothing)
@@ -333,3 +334,12 @@ def storage_of(x: Tensor) -> int:
     """A number for the storage of a tensor, which no other that lives at the same time has."""
     storage = x.untyped_storage()
     return getattr(storage, "_cdata", None) or storage.data_ptr()
+
+
+def batched_like(x: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """`x`, vmapped where one of the others is: torch.func does not look into an optional list (torch 2.13)."""
+    if maybe_current_level() is not None:
+        for other in others:
+            if is_batchedtensor(other):
+                return torch.where(other.new_zeros((), dtype=torch.bool), x, x)
+    return x

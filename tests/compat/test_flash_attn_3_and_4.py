@@ -266,5 +266,5 @@ def test_other_errors() -> None:
         flash_attn_4.flash_attn_func(Q, K, V, window_size=(-3,))
     with pytest.raises(ArgumentError, match="`cu_seqlens_k_new`"):
         flash_attn_3.flash_attn_with_kvcache(
-            Q[0], K, V, K[0], V[0], cache_seqlens=3, cu_seqlens_q=CU, cu_seqlens_k_new=CU + 1
+            Q[0], K, V, K[0].clone(), V[0].clone(), cache_seqlens=3, cu_seqlens_q=CU, cu_seqlens_k_new=CU + 1
         )

@@ -12,11 +12,12 @@ from torch import Tensor
 
 import flashtile
 import flashtile.compat.torch as compat_torch
-from flashtile.compat import flash_attn, flash_attn_3, flash_attn_4
+from flashtile.compat import cache, flash_attn, flash_attn_3, flash_attn_4
 
 PUBLIC = ("attention", "attention_varlen", "attention_with_kvcache")
 CU = torch.tensor([0, 5, 8], dtype=torch.int32)
 Q, K, V = torch.randn(2, 8, 4, 16), torch.randn(2, 8, 2, 16), torch.randn(2, 8, 2, 16)
+K1, V1 = torch.randn(2, 1, 2, 16), torch.randn(2, 1, 2, 16)
 QKV, KV = torch.randn(2, 8, 3, 4, 16), torch.randn(2, 8, 2, 4, 16)
 CALLS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], dict[str, Any]]] = {
     "dense": (flash_attn.flash_attn_func, (Q, K, V), {"causal": True}),
@@ -28,7 +29,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], dict[str, Any]]] 
         {"cu_seqlens_q": CU, "cu_seqlens_k": CU, "max_seqlen_q": 5, "max_seqlen_k": 5},
     ),
     "varlen_qkvpacked": (flash_attn.flash_attn_varlen_qkvpacked_func, (QKV[0],), {"cu_seqlens": CU, "max_seqlen": 5}),
-    "kvcache": (flash_attn.flash_attn_with_kvcache, (Q[:, :1], K, V, K[:, :1], V[:, :1]), {"cache_seqlens": 3}),
+    "kvcache": (flash_attn.flash_attn_with_kvcache, (Q[:, :1], K, V, K1, V1), {"cache_seqlens": 3}),
     "fa3": (flash_attn_3.flash_attn_func, (Q, K, V), {}),
     "fa3 kvcache": (flash_attn_3.flash_attn_with_kvcache, (Q[:, :1], K, V), {"cache_seqlens": 3}),
     "fa4": (flash_attn_4.flash_attn_func, (Q, K, V), {}),
@@ -52,8 +53,9 @@ def test_no_copies(name: str) -> None:
         return call
 
     with contextlib.ExitStack() as patches:
-        for place in {function.__module__, flash_attn.dense.__name__, flash_attn.packed.__name__}:
-            patches.enter_context(mock.patch.multiple(sys.modules[place], **spies(place, spy)))
+        for place in {function.__module__, cache.__name__, flash_attn.dense.__name__, flash_attn.packed.__name__}:
+            if found := spies(place, spy):
+                patches.enter_context(mock.patch.multiple(sys.modules[place], **found))
         out = function(*tensors, **keywords)
     assert len(seen) >= 3
     assert {x.untyped_storage().data_ptr() for x in seen} == storages

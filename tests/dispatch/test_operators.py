@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
 
 import flashtile
-from flashtile.call.call import Call, Settings, Tensors
+from flashtile.call.call import Call, Settings, Tensors, public_lse
 from flashtile.dispatch.operators import OPERATORS
 from flashtile.testing.layouts import LAYOUTS, lay_out
 
@@ -22,7 +22,14 @@ def arguments_of_backward(call: Call, needs: list[bool] | None = None) -> tuple[
     out, lse = operators.forward(*operators.arguments(call))
     if needs is None:
         needs = [x is not None for x in (*call.tensors[:3], *call.tensors[4:7], *call.tensors.score_mod_tensors)]
-    return (needs, out, lse, torch.randn_like(out), torch.randn_like(lse), *operators.arguments(call))
+    return (
+        needs,
+        out,
+        lse,
+        torch.randn_like(out),
+        torch.randn_like(public_lse(call, (out, lse))[1]),
+        *operators.arguments(call),
+    )
 
 
 # What torch asks of an operator ------------------------------------------------------------------------------------

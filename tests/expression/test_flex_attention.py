@@ -56,9 +56,9 @@ def test_results_and_gradients(score: str | None, mask: str | None) -> None:
     tensors = () if score_mod is None else score_mod.tensors
 
     def results(function: Callable[..., Tensor]) -> list[Tensor]:
-        leaves = [x.clone().requires_grad_() for x in (q, k, v, *tensors)]
+        leaves = [x.double().requires_grad_() for x in (q, k, v, *tensors)]
         out = function(*leaves)
-        return [out, *torch.autograd.grad(out, leaves, dout)]
+        return [out, *torch.autograd.grad(out, leaves, dout.double())]
 
     def ours(*leaves: Tensor) -> Tensor:
         mod = None if score_mod is None else ScoreMod(score_mod.fn, leaves[3:])

@@ -240,7 +240,7 @@ def test_functions_that_cannot_be_traced_make_a_dense_mask() -> None:
             originals.causal_mask_function, lambda b, h, i, j, n=n: j.clamp(max=n).cumsum(-1) < 9
         )
         settings = PREFILL | {"mask_function": function, "attention_mask": PADDED}
-        with mock.patch.object(functions, "MaskMod", wraps=functions.MaskMod) as made:
+        with mock.patch.object(functions.MaskMod, "of", wraps=functions.MaskMod.of) as made:
             found = tile_mask(**settings)
         assert made.call_count == (n == 4)
         assert type(found) is Tensor
@@ -253,7 +253,7 @@ def test_a_function_is_traced_once_for_all_layers_and_lengths() -> None:
     keys = set()
     for start in (3, 5, 8):
         q, k = torch.randn(2, 4, 12, 8), torch.randn(2, 2, 20, 8)
-        with mock.patch.object(functions, "MaskMod", wraps=functions.MaskMod) as made:
+        with mock.patch.object(functions.MaskMod, "of", wraps=functions.MaskMod.of) as made:
             found = tile_mask(**CHUNKS | {"q_offset": start})
             results = [tile_attention(nn.Module(), q, k, k, found)[0] for _ in range(2)]
         assert isinstance(found, TileMask)

@@ -26,9 +26,9 @@ PAIRS = ("B|1", "H|1", "Sq|1", "Sk|1")  # n|1: a dimension that may be broadcast
 PER_HEAD = ("H",)
 PER_SEQUENCE_AND_HEAD = ("B", "H")
 
-# For operators an absent list is `[None]`: AOTInductor passes an empty one as `None` (torch 2.13), which only `Tensor[]?`
-# takes, and of that torch.func does not see whether it vmaps a tensor in it.
-TENSOR_LIST = "Tensor?[]"
+# An empty list is `None` for operators: AOTInductor passes it as such (torch 2.13), which `Tensor[]` does not take, and
+# traces of TorchScript have no `Tensor?[]`.
+TENSOR_LIST = "Tensor[]?"
 SCHEMA_TYPES = {  # a `Scalar` may be a symbol, which a `float` may not
     Tensor: "Tensor", Sequence[Tensor]: TENSOR_LIST, int: "SymInt", float: "Scalar", bool: "bool", str: "str",
 }  # fmt: skip
@@ -92,10 +92,3 @@ def fields_of(owner: type) -> tuple[Field, ...]:
 
 def one_of(dtypes: Sequence[Any]) -> str:
     return " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-
-
-def present(tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """The tensors of a `TENSOR_LIST`. Programs that were exported earlier have an empty list where there are none, and
-    of the flags for gradients PyTorch 2.11 has one `False`.
-    """
-    return tuple(x for x in tensors or () if x is not None)

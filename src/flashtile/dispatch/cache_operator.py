@@ -18,7 +18,7 @@ from ..call.call import FEATURES as FEATURES_OF_CALLS
 from ..call.call import SETTINGS, Call, Settings, Tensors, lse_shape, new_rows, public_lse
 from ..call.check_cache import check_writable
 from ..call.eager import in_forward_mode
-from ..call.features import CACHE, INDEX, TENSOR_LIST, present
+from ..call.features import CACHE, INDEX, TENSOR_LIST
 from ..call.problem import accumulation_dtype
 from ..call.written import mark_written
 from ..dynamo import untraced
@@ -47,7 +47,7 @@ def arguments(
     """A call as the operator takes it."""
     optional = (getattr(features, name) for name in FEATURES)
     scalars = (getattr(settings, field.name) for field in OF_CACHE)
-    return [q, *cache, *optional, list(features.score_mod_tensors) or [None], *rotary, *scalars]
+    return [q, *cache, *optional, list(features.score_mod_tensors) or None, *rotary, *scalars]
 
 
 def attend_with_cache(call: CacheCall) -> tuple[Tensor, Tensor]:
@@ -89,7 +89,7 @@ def call_of(q: Tensor, *operands: Any) -> CacheCall:
     rest = values[len(CacheTensors._fields) :]
     named = dict(zip(FEATURES, rest, strict=False))
     modifiers, interleaved, q_fixed, *scalars = rest[len(FEATURES) :]
-    features = Tensors(q, cache.k_cache, cache.v_cache, score_mod_tensors=present(modifiers), **named)
+    features = Tensors(q, cache.k_cache, cache.v_cache, score_mod_tensors=modifiers or (), **named)
     settings = Settings(**dict(zip([field.name for field in OF_CACHE], scalars, strict=True)))
     return CacheCall(Call(features, settings), cache, RotarySettings(interleaved, q_fixed))
 

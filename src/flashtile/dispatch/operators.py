@@ -32,7 +32,7 @@ from ..call.call import (
 )
 from ..call.check_results import check_results
 from ..call.eager import in_forward_mode, is_plain_eager
-from ..call.features import Field, present
+from ..call.features import Field
 from ..call.numbers import of_program
 from ..call.problem import accumulation_dtype
 from ..dynamo import untraced
@@ -91,14 +91,16 @@ class Operators:
     def arguments(self, call: Call) -> list[Any]:
         """A call as the operators take it."""
         values = call.tensors._asdict() | call.settings._asdict()
-        values["score_mod_tensors"] = list(call.tensors.score_mod_tensors) or [None]
+        values["score_mod_tensors"] = list(call.tensors.score_mod_tensors) or None
+        if values["score_mod_tensors"] and not torch.compiler.is_compiling():
+            values["q"] = private_torch.batched_like(call.tensors.q, call.tensors.score_mod_tensors)
         return [values[name] for name in self.fields]
 
     def call(self, arguments: Sequence[Any]) -> Call:
         """The inverse of `arguments`."""
         values = dict(zip(self.fields, arguments, strict=True))
         tensors = {name: values.pop(name) for name in Tensors._fields if name in values}
-        tensors["score_mod_tensors"] = present(tensors["score_mod_tensors"])
+        tensors["score_mod_tensors"] = tensors["score_mod_tensors"] or ()
         return Call(Tensors(**tensors), Settings(**values))
 
     def running_call(self, arguments: Sequence[Any]) -> Call:
