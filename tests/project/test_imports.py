@@ -40,7 +40,6 @@ LAYERS = (
     ("bench",),
     ("verification", "tuning", "soak", "progress", "prebuilt"),
     ("report",),
-    ("ladder",),
     ("cli",),
     ("nn",),
     ("distributed",),
@@ -210,24 +209,6 @@ def test_other_names_use_the_public_functions_alone() -> None:
                 assert other == own or public, f"{name} imports {target or 'flashtile'}"
             else:
                 assert other not in outer, f"{name} imports {target}"
-
-
-def test_the_ladder_stands_alone() -> None:
-    """Its files are read one by one: they import nothing else of the package, and only the command line runs them."""
-    steps = {name for name in MODULES if name.split(".")[0] == "ladder"}
-    assert len(steps) > 1
-    for name in MODULES:
-        for target in imports_of(name, at_import=False):
-            inside = target.split(".")[0] == "ladder"
-            assert inside or name not in steps, f"{name} imports {target or 'flashtile'}"
-            assert name in steps or name.startswith("cli.ladder") or not inside, f"{name} imports {target}"
-
-
-def test_only_its_own_command_waits_for_the_ladder() -> None:
-    """Its steps import Triton, which takes a second."""
-    loaded = python("-c", "import sys, flashtile.cli; print(*sys.modules)").stdout.split()
-    assert "flashtile.cli.ladder.command" in loaded
-    assert not {name for name in loaded if name.split(".")[0] == "triton" or name.startswith("flashtile.ladder")}
 
 
 def test_nothing_but_the_command_line_imports_it() -> None:

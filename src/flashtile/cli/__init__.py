@@ -10,7 +10,6 @@ from .bench import bench
 from .build_kernels import build_kernels
 from .env import env
 from .explain import explain
-from .ladder.command import ladder
 from .report import report
 from .soak import soak
 from .tune import tune
@@ -24,6 +23,11 @@ class Refused(click.ClickException):
 
 
 class Commands(click.Group):
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name == "ladder":
+            ctx.fail("the ladder is a package of its own: pip install flashtile-ladder, then flashtile-ladder")
+        return super().get_command(ctx, cmd_name)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             with processes.ended_by_signals():
@@ -38,5 +42,5 @@ def main() -> None:
     """Exact attention for PyTorch: what runs on this machine, why, and whether it is right."""
 
 
-for command in (env, explain, verify, bench, report, ladder, tune, soak, build_kernels):
+for command in (env, explain, verify, bench, report, tune, soak, build_kernels):
     main.add_command(command)

@@ -62,7 +62,6 @@ def report(quick: bool, device: torch.device, out: Path, images: bool, as_json: 
     from ..report.gather import gather
     from ..report.page import as_dict, write, write_sections
     from ..report.settings import settings_for
-    from .ladder.report import ladder, tables_of
 
     settings = settings_for(device, quick)
     changes = {name: x for name in ("seqlens", "memory_seqlens", "cases", "steps") if (x := options[name]) is not None}
@@ -73,8 +72,7 @@ def report(quick: bool, device: torch.device, out: Path, images: bool, as_json: 
         changes["timing"] = replace(settings.timing, rounds=options["rounds"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AttentionWarning)  # the page says which backend runs
-        further = (("ladder", len(tables_of(settings)), ladder),)
-        results = gather(replace(settings, **changes), survey()[0], further, partial(write_sections, folder=out))
+        results = gather(replace(settings, **changes), survey()[0], partial(write_sections, folder=out))
     path = write(results, out, images)
     if as_json:
         print_json(as_dict(results))
