@@ -11,17 +11,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from commands import Result, invoke
 
 from flashtile.backend.tiled import entry, forward, support
-from flashtile.cli import main
 from flashtile.dispatch import fast_path
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(*words: str) -> Result:
-    return CliRunner().invoke(main, words)
+    return invoke(words)
 
 
 def run_json(*words: str) -> dict:

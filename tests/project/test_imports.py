@@ -20,15 +20,13 @@ HEAVY = {
     "jinja2",
     "transformers",
     "diffusers",
-    "click",
-    "rich",
     "numpy.testing",
 }
 LONGEST_IMPORT = 0.17  # of the time of `import torch`, both with bytecode
 
 # Each line may import from the lines above it and from itself: a folder with its files, or a module.
 LAYERS = (
-    ("dynamo", "errors", "private_torch", "remember", "persistent", "processes", "supported"),
+    ("dynamo", "errors", "private_torch", "remember", "persistent", "processes", "supported", "text_table"),
     ("iomodel",),
     ("expression",),
     ("score_mods", "mask_mods", "block_mask"),
@@ -209,6 +207,15 @@ def test_other_names_use_the_public_functions_alone() -> None:
                 assert other == own or public, f"{name} imports {target or 'flashtile'}"
             else:
                 assert other not in outer, f"{name} imports {target}"
+
+
+def test_commands_need_the_library_s_dependencies_alone() -> None:
+    """Every command but `report` runs where nothing else is installed, and that one names its extra."""
+    code = "import importlib, sys; sys.modules |= dict.fromkeys(sys.argv[1].split()); from flashtile import cli; "
+    code += "[importlib.import_module(f'flashtile.cli.{name.replace(chr(45), chr(95))}') for name in cli.COMMANDS]; "
+    code += "cli.main(['explain', '--seqlen-q', '8'])"
+    missing = "click rich jinja2 matplotlib transformers diffusers triton numba flashtile_ladder"
+    assert python("-c", code, missing).stdout.startswith("dense float32")
 
 
 def test_nothing_but_the_command_line_imports_it() -> None:

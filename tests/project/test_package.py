@@ -56,6 +56,11 @@ def test_without_an_address_the_package_page_has_words_alone(hook: ModuleType) -
     assert shown.split()[: len(words)] == words
 
 
+def test_dependencies_of_a_plain_install() -> None:
+    names = {re.split(r"[<>=]", x)[0] for x in PROJECT["project"]["dependencies"]}
+    assert names == {"llvmlite", "numpy", "torch"}
+
+
 def test_classifiers_and_requirements_agree() -> None:
     project = PROJECT["project"]
     versions = [x.rpartition(" ")[2] for x in project["classifiers"] if re.search(r":: 3\.\d+$", x)]

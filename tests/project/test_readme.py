@@ -7,12 +7,11 @@ from unittest import mock
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import invoke
 from torch import Tensor
 
 import flashtile
 from flashtile.backend.cpu.targets import WIDTHS
-from flashtile.cli import main
 from flashtile.cli.env import VARIABLES
 
 ROOT = Path(__file__).parents[2]
@@ -72,9 +71,9 @@ def test_masks_at_other_positions_run_as_they_stand() -> None:
 
 def test_commands_exist() -> None:
     text = "".join(document.read_text() for document in DOCUMENTS)
-    for command in ("env", "explain", "verify", "soak", "bench", "report"):
+    for command in ("env", "explain", "verify", "soak", "bench", "report", "tune"):
         assert f"flashtile {command}" in text
-        assert CliRunner().invoke(main, [command, "--help"]).exit_code == 0
+        assert invoke([command, "--help"]).exit_code == 0
 
 
 def test_installation_blocks() -> None:

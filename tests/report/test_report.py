@@ -17,14 +17,13 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import invoke
 
 from flashtile.backend.tiled import forward
 from flashtile.bench import captured
 from flashtile.bench.byte_gpt import flashtile_attention, new_model
 from flashtile.bench.cell import INPUTS, Cell
 from flashtile.bench.results import Row
-from flashtile.cli import main
 from flashtile.report import errors, ladder, memory, models, speed, training
 from flashtile.report import gate as gate_module
 from flashtile.report import gather as gather_module
@@ -77,7 +76,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
         patch.setattr(training, "SEQLEN", 32)
         if (found := ladder.course()) is not None:
             patch.setattr(found, "amount", lambda *_: found.Amount(found.QUICK, (8, 16), (64,), 1e-3))
-        result = CliRunner().invoke(main, ["report", "--quick", *SMALL, "--images", "--out", str(folder)])
+        result = invoke(["report", "--quick", *SMALL, "--images", "--out", str(folder)])
     assert result.exit_code == 0, result.output
     return reports[0], folder, result.output
 
@@ -240,7 +239,7 @@ def test_a_failure_is_shown_and_is_the_exit_code(made: Any, monkeypatch: pytest.
     assert any(note.startswith("Wrong: tiled") for note in failed.notes)
     sections = [failed if x.name == "gate" else replace(x, plots=[]) for x in report.sections]
     monkeypatch.setattr(gather_module, "gather", lambda *_: replace(report, sections=sections))
-    result = CliRunner().invoke(main, ["report", "--quick", "--out", str(tmp_path)])
+    result = invoke(["report", "--quick", "--out", str(tmp_path)])
     assert result.exit_code == 1
     assert "FAILED" in result.output
     assert "A check failed" in (tmp_path / "report.html").read_text()
@@ -300,7 +299,7 @@ def test_a_course_that_cannot_be_imported_is_an_error(monkeypatch: pytest.Monkey
 def test_what_the_report_needs_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     find: Callable[..., Any] = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
-    result = CliRunner().invoke(main, ["report", "--quick", "--out", str(tmp_path)])
+    result = invoke(["report", "--quick", "--out", str(tmp_path)])
     assert result.exit_code == 1
     assert "pip install 'flashtile[report]'" in result.stderr
 

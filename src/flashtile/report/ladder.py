@@ -3,7 +3,7 @@
 This is the only place that looks for the course.
 """
 
-import importlib
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +16,9 @@ MISSING = "Not installed: `pip install flashtile-ladder` adds attention in small
 
 def course() -> Any:
     """The course's tables for reports, or `None` where it is not installed."""
-    try:
-        return importlib.import_module("flashtile_ladder.report")
-    except ModuleNotFoundError as error:
-        if error.name != "flashtile_ladder":
-            raise
+    if importlib.util.find_spec("flashtile_ladder") is None:
         return None
+    return importlib.import_module("flashtile_ladder.report")
 
 
 def ladder(settings: Settings, advance: Callable[[], None]) -> Section:
