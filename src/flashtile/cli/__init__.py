@@ -19,6 +19,7 @@ from .options import CommandError, UsageError
 
 COMMANDS = {
     "env": "the machine as flashtile sees it",
+    "doctor": "what is wrong here, and what to do; the backends of a model",
     "explain": "the plan of a call, and what limits it",
     "verify": "random problems against an fp64 oracle",
     "bench": "times against other libraries",
