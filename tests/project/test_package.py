@@ -14,6 +14,8 @@ from matrix.combinations import PYTHONS, TORCHES
 
 import flashtile
 from flashtile import supported
+from flashtile.backend.cpu import support
+from flashtile.backend.cpu.support import OLDEST_LLVMLITE
 
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -82,7 +84,9 @@ def test_contents_of_the_wheel() -> None:
 
 
 def test_dependencies_of_a_plain_install() -> None:
-    names = {re.split(r"[<>=]", x)[0] for x in PROJECT["project"]["dependencies"]}
+    requirements = PROJECT["project"]["dependencies"]
+    assert f"llvmlite>={'.'.join(map(str, OLDEST_LLVMLITE))}" in requirements
+    names = {re.split(r"[<>=]", x)[0] for x in requirements}
     assert names == {"llvmlite", "numpy", "torch"}
 
 
@@ -101,6 +105,12 @@ def test_classifiers_and_requirements_agree() -> None:
     assert f"torch>={torch}" in COURSE["project"]["dependencies"]
     assert project["license"] == "BSD-3-Clause"
     assert not [x for x in project["classifiers"] if x.startswith("License")]  # the license is an expression
+
+
+def test_an_older_llvmlite_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As numba 0.61 brings it, where flashtile was installed without its dependencies."""
+    monkeypatch.setattr("llvmlite.__version__", "0.44.0")
+    assert support.unusable.__wrapped__() == "llvmlite 0.44.0 is installed, and it needs 0.45 or newer"
 
 
 def test_issues_come_with_the_machine() -> None:
