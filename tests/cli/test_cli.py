@@ -190,7 +190,7 @@ def test_older_pythons_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
         runpy.run_path(str(package / "supported.py"))
 
 
-@pytest.mark.parametrize(("version", "told"), [("2.10.1+cu128", "this is 2.10.1+cu128"), (None, "not installed")])
+@pytest.mark.parametrize(("version", "told"), [("2.9.1+cu128", "this is 2.9.1+cu128"), (None, "not installed")])
 def test_older_pytorches_are_told(version: str | None, told: str, tmp_path: Path) -> None:
     """In one sentence, by the import and by the command, before anything that they lack is used."""
     code = "import sys; sys.modules['torch'] = None"  # as if it were not installed
@@ -199,7 +199,7 @@ def test_older_pytorches_are_told(version: str | None, told: str, tmp_path: Path
         code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
     code = f"{code}; sys.path.insert(0, {str(ROOT / 'src')!r}); import flashtile"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ended.stderr.splitlines()[-1].startswith("ImportError: flashtile needs PyTorch 2.11 or newer")
+    assert ended.stderr.splitlines()[-1].startswith("ImportError: flashtile needs PyTorch 2.10 or newer")
     assert ended.stderr.rstrip().endswith(told)
 
 
