@@ -6,7 +6,7 @@ BIN := .venv/bin
 
 install:
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -c constraints.txt -e '.[dev]' -e './ladder[test]'
 
 test:
 	$(BIN)/python -m pytest -n auto

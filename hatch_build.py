@@ -1,4 +1,4 @@
-"""The README as a package page needs it: no relative link or image."""
+"""Metadata that depends on the repository's address: the README without relative links, and `project.urls`."""
 
 import re
 from pathlib import Path
@@ -25,10 +25,18 @@ def package_page(text: str, url: str, version: str) -> str:
     return LINK.sub(lambda found: f"[{found[1]}]({base}/blob/v{version}/{found[2]})", text)
 
 
-class ReadmeHook(MetadataHookInterface):
-    """Sets `project.readme`."""
+def project_urls(url: str) -> dict[str, str]:
+    """Links of a package page; none without a `url`."""
+    base = url.rstrip("/")
+    pages = {"Documentation": "blob/main/docs/index.md", "Changelog": "blob/main/CHANGELOG.md", "Issues": "issues"}
+    return {"Repository": base} | {name: f"{base}/{page}" for name, page in pages.items()} if base else {}
+
+
+class AddressHook(MetadataHookInterface):
+    """Sets `project.readme` and `project.urls`."""
 
     def update(self, metadata: dict) -> None:
         text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
         page = package_page(text, self.config["url"], metadata["version"])
+        metadata["urls"] = project_urls(self.config["url"])
         metadata["readme"] = {"content-type": "text/markdown", "text": page}

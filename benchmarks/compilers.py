@@ -34,7 +34,7 @@ def main(out: Path, tiles_of: str | None) -> None:
         call
         for call in plain(torch.bfloat16)
         if call.function == "attention"
-        and not call.arguments["deterministic"]
+        and not call.arguments.get("deterministic")
         and (call.arguments["q"].shape[-1], call.arguments["v"].shape[-1]) in WIDTHS
     ]
     with mock.patch.object(tables, "compiler_version", return_value=version):

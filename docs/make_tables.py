@@ -1,9 +1,10 @@
-"""Fill the tables of README.md and of pages in docs.
+"""Fill the tables of README.md and of pages in docs and ladder/docs.
 
     python docs/make_tables.py
 
-Figures come from `benchmarks/results/` and from the ladder's stored runs, layers from `tests/project/test_imports.py`,
-features from the backends' own answers. A table stands between `<!-- table: NAME -->` and `<!-- end -->`, a figure
+Figures come from `benchmarks/results/` and from the stored runs of the ladder, layers from
+`tests/project/test_imports.py`, features from the backends' own answers. A table
+stands between `<!-- table: NAME -->` and `<!-- end -->`, a figure
 within a line between `<!-- figure: NAME -->` and `<!-- end -->`. A test compares the pages with what this makes, so
 that nothing in them can go stale.
 """
@@ -11,6 +12,7 @@ that nothing in them can go stale.
 import ast
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +23,6 @@ import block_tables
 import compatibility_tables
 import distributed_tables
 import gpu_tables
-import ladder_tables
 import mask_tables
 import model_tables
 import page_tables
@@ -29,9 +30,12 @@ import score_mod_tables
 from cells import markdown, rows
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "ladder" / "docs"))
+import ladder_tables  # noqa: E402
+
 PAGES = ("README.md", "docs/performance.md", "docs/architecture.md", "docs/compatibility.md")
 PAGES += ("docs/models.md", "docs/design/blocks.md")
-PAGES += ("docs/ladder.md", "docs/ladder_measurements.md", "docs/score_mods.md", "docs/distributed.md")
+PAGES += ("ladder/docs/ladder.md", "ladder/docs/ladder_measurements.md", "docs/score_mods.md", "docs/distributed.md")
 PAGES += ("docs/journal/2026-11-23-bias-and-masks.md", "docs/journal/2026-11-23-triton-versions.md")
 PAGES += ("docs/journal/2026-11-23-sides-of-the-diagonal.md",)
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -1,11 +1,16 @@
-"""Build the sdist, the wheel from it, install that into a new environment, and use it: `python tests/packaged.py`.
+"""Build both packages as they are published, check them, install them into new environments, and use and test them:
 
-Takes minutes: the environment gets PyTorch. `--constraints FILE` chooses its build, as in README.md.
+    python tests/packaged.py
+
+Takes minutes: the environment gets PyTorch. `--constraints FILE` chooses its build, as in README.md; `--url` is the
+repository's address, as a release has it.
 """
 
+import argparse
 import email
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -13,18 +18,15 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-import click
-
 ROOT = Path(__file__).parents[1]
-NEEDED_IN_SDIST = (
-    "README.md",
-    "LICENSE",
-    "SECURITY.md",
-    "CHANGELOG.md",
-    "hatch_build.py",
-    "docs/index.md",
-    "tests/packaged.py",
-)
+PACKAGES = {"flashtile": ROOT, "flashtile_ladder": ROOT / "ladder"}
+NEEDED_IN_SDIST = {
+    "flashtile": (
+        "README.md", "LICENSE", "SECURITY.md", "CHANGELOG.md", "hatch_build.py", "docs/index.md", "tests/packaged.py",
+    ),
+    "flashtile_ladder": ("README.md", "LICENSE", "docs/ladder.md", "tests/test_ladder.py"),
+}  # fmt: skip
+TOOLS = ("hatchling", "twine", "check-wheel-contents")
 USE = """
 import flashtile, torch, sys
 assert sys.argv[1] in flashtile.__file__, flashtile.__file__
@@ -34,26 +36,43 @@ out = flashtile.attention(q, q, q, causal=True)
 torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 print(torch.autograd.grad(out.sum(), q)[0].shape, flashtile.explain(q, q, q).backend)
 """
+TESTS = ("tests/api/test_errors.py", "tests/api/test_gradients.py", "tests/cli/test_cli.py", "tests/cli/test_doctor.py")
+TESTS += ("tests/report", "ladder/tests/test_ladder_package.py", "ladder/tests/test_ladder_alone.py")
+TESTS += ("-k", "not test_older")  # which read the sources
 
 
-@click.command()
-@click.option("--constraints", type=click.Path(exists=True), default=ROOT / "constraints.txt", show_default=True)
-def main(constraints: str) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--constraints", type=Path, default=ROOT / "constraints.txt")
+    parser.add_argument("--url", default="")
+    parser.add_argument("--out", type=Path, help="a folder that gets the sdists and wheels")
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
+        dist = folder / "dist"
         tools = environment(folder / "tools")
-        run(tools, "-m", "pip", "install", "-q", "hatchling")
-        run(tools, "-m", "hatchling", "build", "-t", "sdist", "-d", str(folder / "dist"), cwd=ROOT)
-        (sdist,) = (folder / "dist").glob("*.tar.gz")
-        checked_sdist(sdist)
-        run(tools, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder / "dist"), str(sdist))
-        (wheel,) = (folder / "dist").glob("*.whl")
-        checked_wheel(wheel)
+        run(tools, "-m", "pip", "install", "-q", *TOOLS)
+        wheels = {name: built(name, tools, folder, given.url) for name in PACKAGES}
+        run(tools, "-m", "twine", "check", "--strict", *map(str, sorted(dist.iterdir())))
+        run(tools, "-m", "check_wheel_contents", *map(str, wheels.values()))
         clean = environment(folder / "clean")
-        run(clean, "-m", "pip", "install", "-q", "-c", str(constraints), str(wheel))
+        pip = "-m", "pip", "install", "-q", "-c", str(given.constraints)
+        run(clean, *pip, str(wheels["flashtile"]))
+        run(clean, "-m", "pip", "check")
         run(clean, "-c", USE, str(folder / "clean"), cwd=folder)
-        run(clean, "-m", "flashtile", "--version", cwd=folder)
-        click.echo(f"{sdist.name} ({sdist.stat().st_size:,} bytes) and {wheel.name} ({wheel.stat().st_size:,}) work")
+        for command in ("--version", "env", "doctor", "explain --seqlen-q 64", "verify --cases 3 --long 0"):
+            run(clean, "-m", "flashtile", *command.split(), cwd=folder)
+        tested = environment(folder / "tested")  # the course first, and the library for its tests
+        run(tested, *pip, str(wheels["flashtile_ladder"]))
+        run(tested, "-m", "flashtile_ladder", "--table", "stack", cwd=folder)
+        run(tested, *pip, f"{wheels['flashtile']}[test]", f"{wheels['flashtile_ladder']}[test]")
+        run(tested, "-m", "pip", "check")
+        run(tested, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "auto", *TESTS, cwd=without_sources(folder))
+        for file in sorted(dist.iterdir()):
+            print(f"{file.name}: {file.stat().st_size:,} bytes")
+            if given.out is not None:
+                given.out.mkdir(parents=True, exist_ok=True)
+                shutil.copy(file, given.out)
 
 
 def environment(place: Path) -> Path:
@@ -62,28 +81,56 @@ def environment(place: Path) -> Path:
 
 
 def run(python: Path, *arguments: str, cwd: Path | None = None) -> None:
-    click.echo(f"python {' '.join(arguments[:6])}")
+    print(f"python {' '.join(arguments[:6])}", flush=True)
     elsewhere = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run([python, *arguments], cwd=cwd, check=True, env=elsewhere)
 
 
-def checked_sdist(file: Path) -> None:
+def built(name: str, tools: Path, folder: Path, url: str) -> Path:
+    """The checked wheel of a package, made from its checked sdist."""
+    source, dist = folder / "sources" / name, folder / "dist"
+    ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", "dist", "build")
+    shutil.copytree(PACKAGES[name], source, ignore=ignored)
+    project = source / "pyproject.toml"
+    project.write_text(project.read_text().replace('\nurl = ""\n', f'\nurl = "{url}"\n'))
+    run(tools, "-m", "hatchling", "build", "-t", "sdist", "-d", str(dist), cwd=source)
+    (sdist,) = dist.glob(f"{name}-*.tar.gz")
+    checked_sdist(sdist, NEEDED_IN_SDIST[name])
+    run(tools, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(dist), str(sdist))
+    (wheel,) = dist.glob(f"{name}-*.whl")
+    checked_wheel(wheel, PACKAGES[name] / "src")
+    return wheel
+
+
+def without_sources(folder: Path) -> Path:
+    """A copy of the repository whose packages can only be imported as they are installed."""
+    copy = folder / "copy"
+    names = ".git", ".venv", "__pycache__"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*names))
+    for place in PACKAGES.values():
+        for package in (copy / place.relative_to(ROOT) / "src").iterdir():
+            (package / "__init__.py").rename(package / "removed.txt")
+    return copy
+
+
+def checked_sdist(file: Path, needed: tuple[str, ...]) -> None:
     with tarfile.open(file) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    missing = [name for name in NEEDED_IN_SDIST if name not in names]
+    missing = [name for name in needed if name not in names]
     assert not missing, missing
     assert not [name for name in names if "__pycache__" in name or name.startswith((".git/", ".venv/", ".ci/"))]
 
 
-def checked_wheel(file: Path) -> None:
+def checked_wheel(file: Path, source: Path) -> None:
     """The wheel has every source file and nothing else, and its description has no relative link or image."""
     with zipfile.ZipFile(file) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         text = archive.read(metadata).decode()
-    source = ROOT / "src"
     kept = {
-        str(path.relative_to(source)) for path in source.rglob("*") if path.is_file() and "__pycache__" not in str(path)
+        path.relative_to(source).as_posix()
+        for path in source.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
     }
     assert names == kept, names ^ kept
     description = email.message_from_string(text).get_payload()

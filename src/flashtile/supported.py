@@ -4,7 +4,7 @@ import re
 import sys
 
 OLDEST = (3, 11)
-OLDEST_TORCH = (2, 11)
+OLDEST_TORCH = (2, 10)
 
 
 def dotted(version):

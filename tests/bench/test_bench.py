@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from commands import Result, invoke
 from torch import Tensor
 
 from flashtile.bench.cell import Cell
@@ -29,7 +29,6 @@ from flashtile.bench.rounds import Band, Entrant, band, interleave, ratios
 from flashtile.bench.run import Bench
 from flashtile.bench.sweep import Sweep, Timing, expand, load
 from flashtile.bench.tables import reasons, tables
-from flashtile.cli import main
 from flashtile.testing.case import Case
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +39,7 @@ LARGE = Cell(heads=4, heads_kv=2, seqlen_q=600, head_dim=16)  # more pairs than 
 
 
 def run(*words: str) -> Result:
-    return CliRunner().invoke(main, ["bench", *words])
+    return invoke(["bench", *words])
 
 
 # Cells and sweeps ----------------------------------------------------------------------------------------------------
@@ -481,7 +480,7 @@ def test_tables_show_figures_and_reasons() -> None:
     rows = results_of(SMALL, Spoilt(lambda name, x: x * 1.1), *make(["plain", "fa2"]), reference="plain")
     results = Results("", "plain", {}, list(rows.values()))
     (grid,) = tables(results)
-    assert grid.row_count == 3  # the cell, and two that ran
+    assert len(grid.rows) == 3  # the cell, and two that ran
     assert [(status, name) for status, name, _, _ in reasons(results)] == [("wrong", "spoilt"), ("declined", "fa2")]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import invoke
 
 from flashtile.bench import captured as captured_module
 from flashtile.bench.byte_gpt import (
@@ -28,7 +28,6 @@ from flashtile.bench.byte_gpt import (
 from flashtile.bench.captured import HEAD_DIM, HEADS, Source, captured
 from flashtile.bench.cell import Cell
 from flashtile.bench.inputs import make_case
-from flashtile.cli import main
 
 ROOT = Path(__file__).parents[2]
 STEPS = 12
@@ -137,14 +136,14 @@ def test_values_for_problems_of_any_shape() -> None:
 
 @pytest.mark.usefixtures("few_steps")
 def test_captured_tensors_are_inputs_of_verify(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = CliRunner().invoke(main, ["verify", "--cases", "4", "--long", "0", "--inputs", "captured"])
+    result = invoke(["verify", "--cases", "4", "--long", "0", "--inputs", "captured"])
     assert result.exit_code == 0, result.output
 
     def no_values(self: Source, *arguments: object) -> None:
         raise RuntimeError("values are asked for")
 
     monkeypatch.setattr(Source, "__call__", no_values)
-    result = CliRunner().invoke(main, ["verify", "--cases", "1", "--long", "0", "--inputs", "captured"])
+    result = invoke(["verify", "--cases", "1", "--long", "0", "--inputs", "captured"])
     assert result.exit_code == 1
     assert "values are asked for" in result.output
     assert "--inputs captured" in result.output

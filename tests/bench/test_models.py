@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import invoke
 
 from flashtile import processes
 from flashtile.bench import run as run_module
@@ -25,7 +25,6 @@ from flashtile.bench.run import Bench
 from flashtile.bench.store import Store
 from flashtile.bench.supervise import LOST, Unable, Work, measure
 from flashtile.bench.sweep import Timing, load
-from flashtile.cli import main
 from flashtile.report.models import compared, lines_of, section_of
 
 SWEEP = Path(__file__).parents[2] / "benchmarks" / "models.toml"
@@ -333,7 +332,7 @@ def test_a_sweep_goes_on_behind_a_crash(tmp_path: Path, monkeypatch: pytest.Monk
         "[[cells]]\ndevice = 'cuda'\n"
     )
     words = ["bench", "--sweep", str(tmp_path / "sweep.toml"), "--store", str(tmp_path / "s.jsonl"), "--seconds", "300"]
-    result = CliRunner().invoke(main, [*words, "--out", str(tmp_path / "out")])
+    result = invoke([*words, "--out", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     assert "1 of 1 cells are in" in result.output
     (rows,) = Store(tmp_path / "s.jsonl").read().values()
@@ -341,7 +340,7 @@ def test_a_sweep_goes_on_behind_a_crash(tmp_path: Path, monkeypatch: pytest.Monk
     assert rows[1].reason == "the process ended with 7: no word"
     assert len(json.loads((tmp_path / "out/results.json").read_text())["rows"]) == 3
     monkeypatch.setattr(processes, "run_python", None)  # nothing is left to measure
-    assert CliRunner().invoke(main, words).exit_code == 0
+    assert invoke(words).exit_code == 0
 
 
 # The report ----------------------------------------------------------------------------------------------------------

@@ -8,19 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from commands import Result, invoke
 
 from flashtile import progress
-from flashtile.cli import main, recorded
+from flashtile.cli import recorded
 from flashtile.testing.tolerance import Deviation
 from flashtile.verification import examine
 from flashtile.verification.examine import Number, Outcome, Problems, is_lost
 
 
 def run(*words: object) -> Result:
-    return CliRunner().invoke(
-        main, ["verify", "--backend", "tiled", "--backend", "cpu", "--long", "0", *map(str, words)]
-    )
+    return invoke(["verify", "--backend", "tiled", "--backend", "cpu", "--long", "0", *map(str, words)])
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,15 @@ from torch.nn.functional import scaled_dot_product_attention as native
 
 import flashtile.compat.torch as names
 from flashtile import private_torch
-from flashtile.compat.torch import AuxRequest, kernels, scaled_dot_product_attention, varlen_attn, varlen_attn_out
-from flashtile.errors import ArgumentError
+from flashtile.compat.torch import (
+    AuxRequest,
+    kernels,
+    registration,
+    scaled_dot_product_attention,
+    varlen_attn,
+    varlen_attn_out,
+)
+from flashtile.errors import ArgumentError, AttentionError
 
 H, L, S, E = 4, 5, 7, 6
 MASK = torch.rand(2, 1, L, S, generator=torch.Generator().manual_seed(0)) < 0.7
@@ -161,10 +168,15 @@ def test_varlen_declines() -> None:
 # PyTorch's own functions ---------------------------------------------------------------------------------------------
 
 
+def skip_without_registry() -> None:
+    if not registration.HAS_REGISTRY:
+        pytest.skip("activate needs PyTorch 2.11")
+
+
 @pytest.fixture
 def calls() -> Iterator[list[str]]:
     """Names of PyTorch's operators that run in flashtile, as they are called."""
-    pytest.importorskip("torch.nn.attention._registry")
+    skip_without_registry()
     seen: list[str] = []
 
     def noting(name: str, function: Any) -> Any:
@@ -221,10 +233,17 @@ def test_activated_varlen(calls: list[str]) -> None:
         varlen.varlen_attn(*tensors, CU_Q, CU_K, 5, 5, **settings)
 
 
+def test_an_older_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.10 has a registry, but cannot undo an activation."""
+    monkeypatch.setattr(registration, "HAS_REGISTRY", False)
+    with pytest.raises(AttentionError, match=r"PyTorch 2\.11 or newer"):
+        names.activate()
+    names.restore()  # changes nothing
+
+
 def test_activation_is_undone() -> None:
-    attention = pytest.importorskip("torch.nn.attention")
-    if not hasattr(attention, "register_flash_attention_impl"):
-        pytest.skip("this PyTorch has no registry")
+    skip_without_registry()
+    attention = torch.nn.attention
     assert "flashtile" in attention.list_flash_attention_impls()
     assert attention.current_flash_attention_impl() is None
     with names.activate():
@@ -250,7 +269,7 @@ CUDNN_FIRST = [3, 1, 2, 0, 4]
 @pytest.fixture
 def priority() -> Iterator[Any]:
     """Getter and setter of PyTorch's order of implementations, which is put back after the test."""
-    pytest.importorskip("torch.nn.attention._registry")
+    skip_without_registry()
     get, put = private_torch.get_sdp_priority_order, private_torch.set_sdp_priority_order
     before = get()
     yield get, put
@@ -315,7 +334,7 @@ def test_calls_that_reach_flashtile(kind: str, calls: list[str]) -> None:
 
 def test_activated_and_compiled() -> None:
     """Strides and dtypes of results are those that a trace expects."""
-    pytest.importorskip("torch.nn.attention._registry")
+    skip_without_registry()
     mine, theirs = leaves(randn(1, 2, L, 8)), leaves(randn(1, 2, L, 8))
     compiled = torch.compile(lambda x: native(x, x, x, is_causal=True), backend="aot_eager")
     with names.activate():

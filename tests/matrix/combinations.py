@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-TORCHES = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
+TORCHES = ("2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 TRITONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 
 
@@ -22,6 +22,7 @@ class Combination(NamedTuple):
 # Each version of each, each PyTorch with the Triton that it brings, and the corners.
 COMBINATIONS = (
     *(Combination("3.11", "2.13.0", triton) for triton in TRITONS),
+    Combination("3.11", "2.10.0", "3.6.0"),
     Combination("3.11", "2.12.1", "3.7.1"),
     Combination("3.12", "2.11.0", "3.6.0"),
     Combination("3.12", "2.11.0", "3.9.0"),
@@ -51,4 +52,4 @@ TESTS = (
 # The time of an import says little on a busy machine; Inductor needs a C++ compiler; these kernels take minutes.
 LEFT_OUT = ("test_import_is_quick", "test_inductor", "backward-150", "dkdv")
 INTERPRETED = ("causal", "dropout")  # words of the interpreted problems; all of them take minutes
-NEEDED = ("click", "hypothesis", "jinja2", "llvmlite", "matplotlib", "numpy", "pytest", "rich")
+NEEDED = ("click", "hypothesis", "jinja2", "llvmlite", "matplotlib", "numpy", "pytest")

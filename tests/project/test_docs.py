@@ -18,7 +18,8 @@ import flashtile.nn
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(flashtile.__file__).parent
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
+COURSE = ROOT / "ladder"
+PAGES = sorted((ROOT / "docs").rglob("*.md")) + sorted(COURSE.rglob("*.md"))
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]
 JOURNAL = ROOT / "docs" / "journal"  # entries keep the names of their date
 # Packages that a page is about.
@@ -27,10 +28,11 @@ BLOCK = re.compile(r"^```(python|pycon)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def script(name: str) -> ModuleType:
-    """One of docs/*.py."""
-    if str(ROOT / "docs") not in sys.path:  # they import one another
-        sys.path.insert(0, str(ROOT / "docs"))
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    """One of docs/*.py, or of the course's."""
+    folders = ROOT / "docs", COURSE / "docs"
+    sys.path[:0] = [x for x in map(str, folders) if x not in sys.path]  # they import one another
+    path = next(x for folder in folders if (x := folder / f"{name}.py").exists())
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -112,7 +114,7 @@ def test_measured_figures_of_the_ladder_are_made() -> None:
     """Outside of what `make_tables` fills in, the ladder's pages have no time and no rate but those of data sheets."""
     for page in ("ladder.md", "ladder_measurements.md"):
         text = re.sub(
-            r"<!-- (?:table|figure): .*?<!-- end -->", "", (ROOT / "docs" / page).read_text(), flags=re.DOTALL
+            r"<!-- (?:table|figure): .*?<!-- end -->", "", (COURSE / "docs" / page).read_text(), flags=re.DOTALL
         )
         assert not re.findall(r".*\d (?:ms|µs|GB/s|GFLOP/s)\b.*", text), page
 
@@ -164,9 +166,10 @@ def test_paths_exist(document: Path) -> None:
     quoted = re.findall(r"`([\w./*-]+)`", document.read_text())
     named = {x for x in quoted if "/" in x and (x.endswith("/") or "." in x.rpartition("/")[2])}
     files = {x for x in quoted if x.endswith(".py") and "/" not in x}
-    folders = ("src", "tests", "benchmarks", "examples", "docs")
+    folders = ("src", "tests", "benchmarks", "examples", "docs", "ladder")
     known = {path.name for folder in folders for path in (ROOT / folder).rglob("*.py")}
-    missing = [x for x in named if not any(list(root.glob(x)) for root in (ROOT, PACKAGE))]
+    roots = ROOT, PACKAGE, COURSE, COURSE / "src" / "flashtile_ladder"
+    missing = [x for x in named if not any(list(root.glob(x)) for root in roots)]
     assert not [*missing, *(files - known)]
 
 

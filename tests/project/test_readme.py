@@ -7,16 +7,16 @@ from unittest import mock
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import invoke
 from torch import Tensor
 
 import flashtile
 from flashtile.backend.cpu.targets import WIDTHS
-from flashtile.cli import main
 from flashtile.cli.env import VARIABLES
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
+DOCUMENTS = [path for folder in ("docs", "ladder") for path in sorted((ROOT / folder).rglob("*.md"))]
+DOCUMENTS[:0] = sorted(ROOT.glob("*.md"))
 
 
 def blocks(language: str, document: str = "README.md") -> list[str]:
@@ -71,9 +71,9 @@ def test_masks_at_other_positions_run_as_they_stand() -> None:
 
 def test_commands_exist() -> None:
     text = "".join(document.read_text() for document in DOCUMENTS)
-    for command in ("env", "explain", "verify", "soak", "bench", "report", "ladder"):
+    for command in ("env", "explain", "verify", "soak", "bench", "report", "doctor", "tune"):
         assert f"flashtile {command}" in text
-        assert CliRunner().invoke(main, [command, "--help"]).exit_code == 0
+        assert invoke([command, "--help"]).exit_code == 0
 
 
 def test_installation_blocks() -> None:
@@ -81,7 +81,7 @@ def test_installation_blocks() -> None:
     for machines without a GPU, and names no address.
     """
     report, test, cpu = blocks("sh")
-    assert "-c constraints-cpu.txt '.[report,test]'" in cpu
+    assert "-c constraints-cpu.txt '.[report,test]' './ladder[test]'" in cpu
     pins = [(ROOT / file).read_text() for file in ("constraints.txt", "constraints-cpu.txt")]
     (pinned,) = re.findall(r"^torch==([\d.]+)$", pins[0], flags=re.MULTILINE)
     assert pins[1].splitlines()[1:] == ["-c constraints.txt", f"torch=={pinned}+cpu"]

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -17,15 +18,14 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import invoke
 
 from flashtile.backend.tiled import forward
 from flashtile.bench import captured
 from flashtile.bench.byte_gpt import flashtile_attention, new_model
 from flashtile.bench.cell import INPUTS, Cell
 from flashtile.bench.results import Row
-from flashtile.cli import main
-from flashtile.report import errors, memory, models, speed, training
+from flashtile.report import errors, ladder, memory, models, speed, training
 from flashtile.report import gate as gate_module
 from flashtile.report import gather as gather_module
 from flashtile.report.cells import Kind, in_words, kinds
@@ -64,8 +64,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def kept(settings: Settings, *arguments: Any) -> Any:
         timing = replace(settings.timing, sample_seconds=1e-4, rest_seconds=0.0)
-        short = replace(settings, timing=timing, error_seqlen=64, captured_cases=3, long_cases=1, ladder_seconds=1e-3)
-        reports.append(whole(replace(short, stack_seqlens=(8, 16), long_seqlens=(64,)), *arguments))
+        short = replace(settings, timing=timing, error_seqlen=64, captured_cases=3, long_cases=1)
+        reports.append(whole(short, *arguments))
         return reports[0]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -75,7 +75,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
         patch.setattr(models, "SWEEP", folder / "models.toml")
         patch.setattr(models, "STORED", {"cpu": folder / "none.jsonl"})
         patch.setattr(training, "SEQLEN", 32)
-        result = CliRunner().invoke(main, ["report", "--quick", *SMALL, "--images", "--out", str(folder)])
+        if (found := ladder.course()) is not None:
+            patch.setattr(found, "amount", lambda *_: found.Amount(found.QUICK, (8, 16), (64,), 1e-3))
+        result = invoke(["report", "--quick", *SMALL, "--images", "--out", str(folder)])
     assert result.exit_code == 0, result.output
     return reports[0], folder, result.output
 
@@ -248,7 +250,7 @@ def test_a_failure_is_shown_and_is_the_exit_code(made: Any, monkeypatch: pytest.
     assert any(note.startswith("Wrong: tiled") for note in failed.notes)
     sections = [failed if x.name == "gate" else replace(x, plots=[]) for x in report.sections]
     monkeypatch.setattr(gather_module, "gather", lambda *_: replace(report, sections=sections))
-    result = CliRunner().invoke(main, ["report", "--quick", "--out", str(tmp_path)])
+    result = invoke(["report", "--quick", "--out", str(tmp_path)])
     assert result.exit_code == 1
     assert "FAILED" in result.output
     assert "A check failed" in (tmp_path / "report.html").read_text()
@@ -265,7 +267,7 @@ def test_a_section_that_fails_and_an_interruption_lose_no_other(
     monkeypatch.setattr(gather_module, "steps", lambda settings: [*steps, ("speed", 1, lambda *_: fails(SystemExit))])
     settings = settings_for(torch.device("cpu"), True)
     with pytest.raises(SystemExit):
-        gather_module.gather(settings, {}, (), lambda sections: write_sections(sections, tmp_path))
+        gather_module.gather(settings, {}, lambda sections: write_sections(sections, tmp_path))
     sections = json.loads((tmp_path / "report.json").read_text())["sections"]
     assert sections["memory"]["records"] == [{"n": 1}]
     assert not sections["two-plans"]["ok"]
@@ -286,10 +288,29 @@ def test_a_slow_gate_examines_less_and_says_so(monkeypatch: pytest.MonkeyPatch) 
     assert "3 of 30 with captured values (then the time was up)" in found.summary
 
 
+def test_without_the_course_the_report_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "flashtile_ladder.report", raising=False)
+    monkeypatch.setitem(sys.modules, "flashtile_ladder", None)
+    section = ladder.ladder(settings_for(torch.device("cpu"), True), lambda: None)
+    assert section.ok
+    assert "pip install flashtile-ladder" in section.summary
+    assert not section.tables
+
+
+def test_a_course_that_cannot_be_imported_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only its absence is none."""
+    if ladder.course() is None:
+        pytest.skip("needs flashtile-ladder")
+    monkeypatch.delitem(sys.modules, "flashtile_ladder.report")
+    monkeypatch.setitem(sys.modules, "flashtile_ladder.cli.stack", None)
+    with pytest.raises(ModuleNotFoundError, match="stack"):
+        ladder.course()
+
+
 def test_what_the_report_needs_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     find: Callable[..., Any] = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
-    result = CliRunner().invoke(main, ["report", "--quick", "--out", str(tmp_path)])
+    result = invoke(["report", "--quick", "--out", str(tmp_path)])
     assert result.exit_code == 1
     assert "pip install 'flashtile[report]'" in result.stderr
 

@@ -5,11 +5,10 @@ import random
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import invoke
 
 import flashtile
 from flashtile.backend.tiled import forward
-from flashtile.cli import main
 from flashtile.soak import mistakes
 from flashtile.soak.calls import KINDS, Caller, Problems
 from flashtile.soak.ledger import Ledger
@@ -27,7 +26,7 @@ def caller(ledger: Ledger) -> Caller:
 def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flashtile.soak.run.sample", lambda device: {"resident": 1})  # with garbage of other tests
     words = "soak --minutes 0.03 --threads 2 --problems 1 --seed 5 --backend tiled --json"
-    result = CliRunner().invoke(main, words.split())
+    result = invoke(words.split())
     found = json.loads(result.stdout)
     assert result.exit_code == 0, found
     assert found["calls"].keys() >= KINDS.keys()

@@ -10,14 +10,13 @@ from unittest import mock
 import pytest
 import torch
 from calls import dense_call
-from click.testing import CliRunner
+from commands import invoke
 
 from flashtile.backend.triton import configs, support, tuned
 from flashtile.backend.triton.tile_config import KernelConfig
 from flashtile.call.call import Features
 from flashtile.call.device import Device
 from flashtile.call.problem import Pages, Problem
-from flashtile.cli import main
 from flashtile.errors import AttentionWarning
 from flashtile.tuning.search import LEAST_GAIN, TuningError, neighbors, search
 
@@ -233,12 +232,12 @@ def test_problems_that_need_room_keep_the_shipped_tiles(changes: dict[str, objec
 
 def test_without_a_gpu_it_says_so() -> None:
     with mock.patch.object(support, "unusable", return_value="no GPU that PyTorch can use"):
-        result = CliRunner().invoke(main, ["tune"])
+        result = invoke(["tune"])
     assert result.exit_code == 2
     assert result.output.strip().splitlines()[-1] == (
         "Error: tiles are searched on a GPU that runs Triton's kernels: no GPU that PyTorch can use"
     )
-    assert CliRunner().invoke(main, ["tune", "--help"]).exit_code == 0
+    assert invoke(["tune", "--help"]).exit_code == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs triton")
@@ -255,7 +254,7 @@ def test_it_saves_what_is_faster(dry_run: bool) -> None:
         mock.patch("flashtile.cli.tune.describe_device", return_value=H200),
     ):
         words = ["tune", "--device", "cpu", "--pass", "forward", "--json", *["--dry-run"] * dry_run]
-        result = CliRunner().invoke(main, words)
+        result = invoke(words)
     assert result.exit_code == 0, result.output
     (found,) = json.loads(result.output)["found"]
     assert found["gain"] == pytest.approx(0.5)

@@ -2,9 +2,7 @@
 
 from collections.abc import Iterator
 
-from rich.table import Table
-from rich.text import Text
-
+from ..text_table import TextTable
 from .cell import MEASURES, Cell
 from .results import DECLINED, FAILED, OK, WRONG, Results, Row, three_digits
 from .rounds import Band
@@ -20,38 +18,36 @@ TITLES = {
 }
 
 
-def tables(results: Results) -> Iterator[Table]:
+def tables(results: Results) -> Iterator[TextTable]:
     for measure in MEASURES:
         cells = results.cells(measure)
         if cells:
             yield table(results, measure, cells)
 
 
-def table(results: Results, measure: str, cells: list[Cell]) -> Table:
+def table(results: Results, measure: str, cells: list[Cell]) -> TextTable:
     unit, scale = unit_of(results, cells)
-    grid = Table(title=f"{TITLES[measure]}, {unit}", title_justify="left", title_style="bold", box=None, pad_edge=False)
-    grid.add_column("", no_wrap=True)
     host = any(row.host_seconds is not None for row in results.rows if row.cell in cells)
     reference = f"× {results.reference}" if results.reference else ""
-    for heading in ("median", "20%", "80%", reference, "host µs" if host else ""):
-        grid.add_column(heading, justify="right", no_wrap=True)
+    header = "", "median", "20%", "80%", reference, "host µs" if host else ""
+    lines: list[tuple[str, ...]] = []
     for cell in cells:
         rows = [row for row in results.rows if row.cell == cell and row.status in (OK, WRONG)]
-        grid.add_row(Text(cell.label(), style="" if rows else "dim"))
+        lines.append((cell.label(),))
         for row in rows:
-            grid.add_row(f"  {row.provider}", *entries(row, scale))
-    return grid
+            lines.append((f"  {row.provider}", *entries(row, scale)))
+    return TextTable(header, lines, frozenset(range(1, len(header))), f"{TITLES[measure]}, {unit}")
 
 
-def entries(row: Row, scale: float) -> list[Text]:
+def entries(row: Row, scale: float) -> list[str]:
     figures = figure(row)
     if figures is None:
-        return [Text("wrong", style="red")]
-    texts = [Text(three_digits(x / scale)) for x in figures]
+        return ["wrong"]
+    texts = [three_digits(x / scale) for x in figures]
     if len(row.samples) == 1:
-        texts[1:] = [Text(""), Text("")]
-    texts.append(Text("" if row.ratio is None else f"{row.ratio.median:.2f}"))
-    return [*texts, Text("" if row.host_seconds is None else three_digits(row.host_seconds * 1e6))]
+        texts[1:] = ["", ""]
+    texts.append("" if row.ratio is None else f"{row.ratio.median:.2f}")
+    return [*texts, "" if row.host_seconds is None else three_digits(row.host_seconds * 1e6)]
 
 
 def figure(row: Row) -> Band | None:

@@ -1,16 +1,30 @@
 """`flashtile bench`: this library and others on the same inputs, each result checked before it is timed."""
 
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
 import torch
-from rich.console import Console
 
 from ..progress import progress
 from .env import survey
-from .options import Device, Folder, OutputFile, json_option, print_json, print_table
+from .options import (
+    CommandError,
+    UsageError,
+    device,
+    flag,
+    folder,
+    input_file,
+    integer,
+    json_option,
+    number,
+    option,
+    output_file,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from ..bench.providers import Provider
@@ -22,45 +36,54 @@ DEFAULT_CELLS = (
 )
 
 
-@click.command()
-@click.option("--device", type=Device(), default="cpu")
-@click.option(
-    "--sweep",
-    "sweep_file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A TOML file of benchmarks/.  [default: a small sweep]",
-)
-@click.option("--providers", help="Names with commas between.  [default: the sweep's, or all]")
-@click.option(
-    "--cells",
-    "filters",
-    multiple=True,
-    metavar="FIELD=VALUE...",
-    help="Only cells where every FIELD has one of the values, as in 'measure=forward head_dim=64|128'. May be "
-    "repeated: a cell that one filter lets through is measured.",
-)
-@click.option("--rounds", type=click.IntRange(1), help="[default: the sweep's]")
-@click.option("--sample-seconds", type=click.FloatRange(0, min_open=True), help="[default: the sweep's]")
-@click.option("--reference", help="The provider that ratios are against.  [default: the sweep's]")
-@click.option(
-    "--fa3-library",
-    type=click.Path(path_type=Path),
-    help="FlashAttention-3's compiled operators; a libcudart.so.12 in the same folder is loaded first.",
-)
-@click.option("--out", type=Folder(), help="Write results.json, .csv and samples.csv, after each result.")
-@click.option(
-    "--store",
-    "store_file",
-    type=OutputFile(),
-    help="Add each cell to this file, and leave out the cells that it has. Cells are measured in a process that is "
-    "replaced if a provider crashes or hangs.",
-)
-@click.option("--seconds", type=click.FloatRange(0, min_open=True), help="With --store: the most that this run takes.")
-@click.option("--again", is_flag=True, help="With --store: measure the cells anew.")
-@json_option
-def bench(
+def arguments(parser: ArgumentParser) -> None:
+    option(parser, "--device", type=device, default="cpu")
+    option(
+        parser,
+        "--sweep",
+        dest="sweep_file",
+        type=input_file,
+        help="A TOML file of benchmarks/. [default: a small sweep]",
+    )
+    option(parser, "--providers", help="Names with commas between. [default: the sweep's, or all]")
+    option(
+        parser,
+        "--cells",
+        dest="filters",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE...",
+        help="Only cells where every FIELD has one of the values, as in 'measure=forward head_dim=64|128'. May be "
+        "repeated: a cell that one filter lets through is measured.",
+    )
+    option(parser, "--rounds", type=integer(1), help="[default: the sweep's]")
+    option(parser, "--sample-seconds", type=number(0, above=True), help="[default: the sweep's]")
+    option(parser, "--reference", help="The provider that ratios are against. [default: the sweep's]")
+    option(
+        parser,
+        "--fa3-library",
+        type=Path,
+        help="FlashAttention-3's compiled operators; a libcudart.so.12 in the same folder is loaded first.",
+    )
+    option(parser, "--out", type=folder, help="Write results.json, .csv and samples.csv, after each result.")
+    option(
+        parser,
+        "--store",
+        dest="store_file",
+        type=output_file,
+        help="Add each cell to this file, and leave out the cells that it has. Cells are measured in a process that is "
+        "replaced if a provider crashes or hangs.",
+    )
+    option(parser, "--seconds", type=number(0, above=True), help="With --store: the most that this run takes.")
+    flag(parser, "--again", help="With --store: measure the cells anew.")
+    json_option(parser)
+
+
+def run(
+    *,
+    device: torch.device,
     sweep_file: Path | None,
-    filters: tuple[str, ...],
+    filters: Sequence[str],
     out: Path | None,
     store_file: Path | None,
     as_json: bool,
@@ -78,14 +101,13 @@ def bench(
     from ..bench.run import Bench, stamp
     from ..bench.sweep import Sweep, expand, load
 
-    device: torch.device = options["device"]
     try:
         sweep = load(sweep_file) if sweep_file else Sweep("default", tuple(c for t in DEFAULT_CELLS for c in expand(t)))
-        sweep = sweep.on(device.type).only(filters)
+        sweep = sweep.on(device.type).only(tuple(filters))
         names = (options["providers"] or "").replace(",", " ").split()
         providers = make(names or sweep.providers or all_names(), options["fa3_library"])
     except ValueError as error:
-        raise click.ClickException(str(error)) from error
+        raise CommandError(str(error)) from error
     changes = {name: options[name] for name in ("rounds", "sample_seconds") if options[name] is not None}
     timing = replace(sweep.timing, **changes)
     reference = reference_of(options["reference"], sweep.reference, providers, device)
@@ -93,7 +115,7 @@ def bench(
         names = [provider.name for provider in providers]
         return into_store(replace(sweep, timing=timing, reference=reference), names, store_file, device, out, options)
     if options["again"] or options["seconds"] is not None:
-        raise click.UsageError("--seconds and --again are for --store")
+        raise UsageError("--seconds and --again are for --store")
     about = origin(device, providers, survey()[0]) | {"sweep": str(sweep_file or "default"), "started": stamp()}
     results = Results(sweep.name, reference, about)
     work = Bench(device, providers, timing, reference, options["fa3_library"], specialists=sweep.specialists)
@@ -142,18 +164,18 @@ def into_store(
     if options["again"]:
         store.forget(sweep.cells)
     try:
-        left = measure(work, options["seconds"], lambda words: click.echo(words, err=True))
+        left = measure(work, options["seconds"], lambda words: print(words, file=sys.stderr))
     except Unable as error:
-        raise click.ClickException(f"nothing can be measured: {error}") from error
+        raise CommandError(f"nothing can be measured: {error}") from error
     stored = {cell: rows for cell, rows in store.read().items() if cell in sweep.cells}
     if out is not None:
         rows = [row for cell in sweep.cells for row in stored.get(cell, [])]
         Results(sweep.name, sweep.reference, about(device), rows).write(out)
     for line in lines_of(stored):
-        click.echo(line)
-    click.echo(f"{len(sweep.cells) - len(left)} of {len(sweep.cells)} cells are in {path}")
+        print(line)
+    print(f"{len(sweep.cells) - len(left)} of {len(sweep.cells)} cells are in {path}")
     if left:
-        click.echo("the same command goes on with the others")
+        print("the same command goes on with the others")
 
 
 def reference_of(
@@ -168,21 +190,19 @@ def reference_of(
     if requested is None:
         return of_sweep if of_sweep in known else None
     if requested not in known:
-        raise click.UsageError(f"--reference {requested!r} is not measured; providers: {', '.join(known)}")
+        raise UsageError(f"--reference {requested!r} is not measured; providers: {', '.join(known)}")
     if (reason := known[requested].unusable(device)) is not None:
-        raise click.UsageError(f"--reference {requested!r} is not measured: {reason}")
+        raise UsageError(f"--reference {requested!r} is not measured: {reason}")
     return requested
 
 
 def print_results(results: Any) -> None:
     from ..bench.tables import reasons, tables
 
-    console = Console()
     for grid in tables(results):
-        print_table(grid)
-        console.print()
+        print(f"{grid}\n")
     for status, provider, reason, count in reasons(results):
         cells = "1 cell" if count == 1 else f"{count} cells"
-        console.print(f"{provider}: {status}, {cells}: {reason}", markup=False, highlight=False)
+        print(f"{provider}: {status}, {cells}: {reason}")
     about = results.about
-    console.print(f"\n{about['device']}, torch {about['torch']}, commit {about['commit']}: {about['command']}")
+    print(f"\n{about['device']}, torch {about['torch']}, commit {about['commit']}: {about['command']}")

@@ -4,10 +4,10 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from argparse import ArgumentParser
 from collections.abc import Callable
 from typing import Any
 
-import click
 import torch
 
 from .. import __version__
@@ -23,9 +23,11 @@ PACKAGES = ("numpy", "triton", "llvmlite", "numba", "matplotlib", "flash_attn")
 VARIABLES = (BACKEND_VARIABLE, CACHE_VARIABLE, VECTORS_VARIABLE, KERNELS_VARIABLE)
 
 
-@click.command()
-@json_option
-def env(as_json: bool) -> None:
+def arguments(parser: ArgumentParser) -> None:
+    json_option(parser)
+
+
+def run(as_json: bool) -> None:
     """The machine: Python, CPU, GPUs, PyTorch, and which backends are usable.
 
     Never fails. Put its output into a bug report.
@@ -36,9 +38,9 @@ def env(as_json: bool) -> None:
         return
     for name, value in facts.items():
         for n, line in enumerate(lines(value)):
-            click.echo(f"{'' if n else name:16}{line}")
+            print(f"{'' if n else name:16}{line}")
     for name, reason in unknown.items():
-        click.echo(f"{name:16}not found out: {reason}")
+        print(f"{name:16}not found out: {reason}")
 
 
 def survey() -> tuple[dict[str, Any], dict[str, str]]:

@@ -1,53 +1,70 @@
 """`flashtile explain`: the plan of a call of a shape, and its limit."""
 
+from argparse import ArgumentParser, ArgumentTypeError
 from typing import Any
 
-import click
 import torch
 
 from .. import explain as explain_call
-from .options import Device, Dtype, json_option, print_json
+from .options import CommandError, device, dtype, flag, integer, json_option, option, print_json
 
 
-class Window(click.ParamType):
+def window(text: str) -> tuple[int | None, int | None]:
     """`LEFT,RIGHT`; a side that is empty, `none` or -1 is unlimited."""
-
-    name = "left,right"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, tuple):
-            return value
-        sides = [side.strip().lower() for side in value.split(",")]
-        try:
-            left, right = (None if side in ("", "none") else int(side) for side in sides)
-        except ValueError:
-            self.fail(f"{value!r} is not LEFT,RIGHT: two integers, or nothing for no limit, such as 127,0", param, ctx)
-        return left, right
+    sides = [side.strip().lower() for side in text.split(",")]
+    try:
+        left, right = (None if side in ("", "none") else int(side) for side in sides)
+    except ValueError:
+        raise ArgumentTypeError(
+            f"{text!r} is not LEFT,RIGHT: two integers, or nothing for no limit, such as 127,0"
+        ) from None
+    return left, right
 
 
-@click.command()
-@click.option("--batch", type=click.IntRange(0), default=1)
-@click.option("--heads", type=click.IntRange(1), default=8, help="Query heads.")
-@click.option("--heads-kv", type=click.IntRange(1), help="Key and value heads.  [default: as many as query heads]")
-@click.option("--seqlen-q", type=click.IntRange(0), default=4096)
-@click.option("--seqlen-k", type=click.IntRange(0), help="[default: as --seqlen-q]")
-@click.option("--head-dim", type=click.IntRange(1), default=64)
-@click.option("--head-dim-v", type=click.IntRange(1), help="[default: as --head-dim]")
-@click.option("--dtype", type=Dtype(), default="float32")
-@click.option("--device", type=Device(), default="cpu")
-@click.option("--causal", "causal", flag_value="bottom_right", help="The last query sees every key.")
-@click.option("--top-left", "causal", flag_value="top_left", help="Causal, with the first query seeing one key.")
-@click.option("--window", type=Window(), help="LEFT,RIGHT: keys that a query sees to either side; empty is no limit.")
-@click.option("--softcap", type=float)
-@click.option("--scale", type=float, help="[default: head_dim ** -0.5]")
-@click.option("--bias", is_flag=True, help="A bias [1, heads, seqlen_q, seqlen_k].")
-@click.option("--alibi", is_flag=True, help="ALiBi slopes, one for each head.")
-@click.option("--sinks", is_flag=True, help="Attention sinks, one for each head.")
-@click.option("--dropout", type=float, default=0.0, help="The probability of dropping a weight.")
-@click.option("--deterministic", is_flag=True, help="The same bits for the same call.")
-@click.option("--backend", default="auto", help="A backend by name, or auto.")
-@json_option
-def explain(as_json: bool, **options: Any) -> None:
+def arguments(parser: ArgumentParser) -> None:
+    option(parser, "--batch", type=integer(0), default=1)
+    option(parser, "--heads", type=integer(1), default=8, help="Query heads.")
+    option(parser, "--heads-kv", type=integer(1), help="Key and value heads. [default: as many as query heads]")
+    option(parser, "--seqlen-q", type=integer(0), default=4096)
+    option(parser, "--seqlen-k", type=integer(0), help="[default: as --seqlen-q]")
+    option(parser, "--head-dim", type=integer(1), default=64)
+    option(parser, "--head-dim-v", type=integer(1), help="[default: as --head-dim]")
+    option(parser, "--dtype", type=dtype, default="float32")
+    option(parser, "--device", type=device, default="cpu")
+    option(
+        parser,
+        "--causal",
+        action="store_const",
+        const="bottom_right",
+        help="The last query sees every key.",
+    )
+    option(
+        parser,
+        "--top-left",
+        dest="causal",
+        action="store_const",
+        const="top_left",
+        help="Causal, with the first query seeing one key.",
+    )
+    option(
+        parser,
+        "--window",
+        type=window,
+        metavar="LEFT,RIGHT",
+        help="Keys that a query sees to either side; empty is no limit.",
+    )
+    option(parser, "--softcap", type=float)
+    option(parser, "--scale", type=float, help="[default: head_dim ** -0.5]")
+    flag(parser, "--bias", help="A bias [1, heads, seqlen_q, seqlen_k].")
+    flag(parser, "--alibi", help="ALiBi slopes, one for each head.")
+    flag(parser, "--sinks", help="Attention sinks, one for each head.")
+    option(parser, "--dropout", type=float, default=0.0, help="The probability of dropping a weight.")
+    flag(parser, "--deterministic", help="The same bits for the same call.")
+    option(parser, "--backend", default="auto", help="A backend by name, or auto.")
+    json_option(parser)
+
+
+def run(as_json: bool, **options: Any) -> None:
     """Show the plan of a call of this shape, its amount of work, and its limit.
 
     Runs no attention. Measures arithmetic and memory for a fifth of a second.
@@ -55,7 +72,7 @@ def explain(as_json: bool, **options: Any) -> None:
     try:
         tensors = tensors_of(options)
     except RuntimeError as error:  # the allocator's, with advice in further lines
-        raise click.ClickException(f"these tensors cannot be made: {str(error).splitlines()[0]}") from error
+        raise CommandError(f"these tensors cannot be made: {str(error).splitlines()[0]}") from error
     explanation = explain_call(
         **tensors,
         causal={None: False, "bottom_right": True, "top_left": "top_left"}[options["causal"]],
@@ -69,7 +86,7 @@ def explain(as_json: bool, **options: Any) -> None:
     if as_json:
         print_json(explanation.as_dict())
     else:
-        click.echo(str(explanation))
+        print(str(explanation))
 
 
 def tensors_of(options: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -1,5 +1,6 @@
-"""Shared options and printing of results."""
+"""Types of options, errors of commands, and printing of results."""
 
+import argparse
 import json
 import math
 import tempfile
@@ -7,84 +8,127 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import click
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from ..call.check import DTYPES
 
 NAMED_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
-class Device(click.ParamType):
+class CommandError(Exception):
+    """The command cannot do what it was asked for; the message is all that is printed."""
+
+    exit_code = 1
+
+
+class UsageError(CommandError):
+    """Options that do not go together."""
+
+    exit_code = 2
+
+
+def option(parser: argparse.ArgumentParser, *names: str, help: str = "", **settings: Any) -> None:  # noqa: A002
+    """Add an option whose help ends with its default, where it has one."""
+    default = settings.get("default")
+    if default is not None and default != []:
+        help = f"{help} [default: {default}]".strip()  # noqa: A001
+    parser.add_argument(*names, help=help.replace("%", "%%"), **settings)
+
+
+def flag(parser: argparse.ArgumentParser, *names: str, **settings: Any) -> None:
+    parser.add_argument(*names, action="store_true", **settings)
+
+
+def json_option(parser: argparse.ArgumentParser) -> None:
+    flag(parser, "--json", dest="as_json", help="Print JSON and nothing else.")
+
+
+# Types ----------------------------------------------------------------------------------------------------------------
+
+
+def device(text: str) -> torch.device:
     """A device on which a tensor can be made, here and now."""
-
-    name = "device"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> torch.device:
-        try:
-            device = torch.device(value)
-            torch.zeros(1, device=device).item()
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
-            self.fail(f"{value!r} does not work here: {str(error).splitlines()[0]}", param, ctx)
-        return device
+    try:
+        found = torch.device(text)
+        torch.zeros(1, device=found).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} does not work here: {str(error).splitlines()[0]}") from None
+    return found
 
 
-class Dtype(click.Choice):
+def dtype(text: str) -> torch.dtype:
     """A dtype by its name in torch."""
-
-    def __init__(self) -> None:
-        super().__init__(tuple(NAMED_DTYPES))
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> torch.dtype:
-        return value if isinstance(value, torch.dtype) else NAMED_DTYPES[super().convert(value, param, ctx)]
+    if text not in NAMED_DTYPES:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(NAMED_DTYPES)}")
+    return NAMED_DTYPES[text]
 
 
-class Folder(click.ParamType):
+def folder(text: str) -> Path:
     """A folder in which files can be made, here and now; it is made where there is none."""
-
-    name = "folder"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        try:
-            Path(value).mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=value).close()
-        except OSError as error:
-            self.fail(f"{value!r} cannot be written: {error.strerror}", param, ctx)
-        return Path(value)
+    try:
+        Path(text).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=text).close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {error.strerror}") from None
+    return Path(text)
 
 
-class OutputFile(click.ParamType):
+def input_file(text: str) -> Path:
+    """A file that is there."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text!r}")
+    return Path(text)
+
+
+def output_file(text: str) -> Path:
     """A file that can be written, here and now; its content stays."""
+    path = Path(text)
+    there = path.exists()
+    try:
+        path.open("ab").close()
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {error.strerror}") from None
+    return path
 
-    name = "file"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        path = Path(value)
-        there = path.exists()
+def integer(least: int, most: int | None = None) -> Callable[[str], int]:
+    """An integer from `least` on, up to `most` if that is given."""
+
+    def parsed(text: str) -> int:
         try:
-            path.open("ab").close()
-            if not there:
-                path.unlink()
-        except OSError as error:
-            self.fail(f"{value!r} cannot be written: {error.strerror}", param, ctx)
-        return path
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no integer") from None
+        if value < least or (most is not None and value > most):
+            limit = f"from {least} to {most}" if most is not None else f"of at least {least}"
+            raise argparse.ArgumentTypeError(f"{text} is no integer {limit}")
+        return value
+
+    return parsed
 
 
-def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")(command)
+def number(least: float, *, above: bool = False) -> Callable[[str], float]:
+    """A number from `least` on, or `above` it."""
+
+    def parsed(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+        if not (value > least if above else value >= least):
+            raise argparse.ArgumentTypeError(f"{text} is no number {'above' if above else 'of at least'} {least:g}")
+        return value
+
+    return parsed
+
+
+# Results --------------------------------------------------------------------------------------------------------------
 
 
 def print_json(value: Any) -> None:
-    click.echo(json.dumps(representable(value), indent=2))
-
-
-def print_table(table: Table) -> None:
-    """Print a table with all its columns: a terminal that is too narrow wraps the lines."""
-    console = Console()
-    full_width = Console(width=10_000).measure(table).maximum
-    Console(width=max(console.width, full_width)).print(table)
+    print(json.dumps(representable(value), indent=2))
 
 
 def representable(value: Any) -> Any:

@@ -7,14 +7,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-import click
 import torch
-from rich.table import Table
 
 from ..bench.origin import command_line, commit, device_name
+from ..text_table import TextTable
 from ..verification.examine import Problems, Report, dtype_name
 from .env import cpu_name, packages
-from .options import print_table
+from .options import UsageError
 
 FIRST_SEED = 1_000_000  # no test and no check of the project takes seeds from here on
 
@@ -115,7 +114,7 @@ def prepare(path: Path, problems: Problems, first: int | None) -> Problems:
         return problems._replace(seeds=range(free, free + len(problems.seeds)))
     for row in known:
         if row.seed_range.start < problems.seeds.stop and problems.seeds.start < row.seed_range.stop:
-            raise click.UsageError(f"{path} has some of these seeds for {row.backend}; from {free} on it has none")
+            raise UsageError(f"{path} has some of these seeds for {row.backend}; from {free} on it has none")
     return problems
 
 
@@ -127,20 +126,13 @@ def append(path: Path, rows: list[Row]) -> None:
         writer.writerows(rows)
 
 
-def show(ctx: click.Context, param: click.Parameter, path: Path | None) -> None:
-    """Print the totals of each backend on each device, and end the command."""
-    if path is None:
-        return
+def show(path: Path) -> int:
+    """Print the totals of each backend on each device; 1 if a run failed."""
     runs: Counter[tuple[str, str]] = Counter()
     failed: Counter[tuple[str, str]] = Counter()
     for row in read(path):
         runs[row.backend, row.device] += row.runs
         failed[row.backend, row.device] += row.failed
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("backend", "problems", "failed", "device"):
-        table.add_column(heading, justify="right" if heading in ("problems", "failed") else "left")
-    for backend, device in sorted(runs):
-        key = backend, device
-        table.add_row(backend, f"{runs[key]:,}", str(failed[key]), device)
-    print_table(table)
-    ctx.exit(1 if failed.total() else 0)
+    rows = [(key[0], f"{runs[key]:,}", str(failed[key]), key[1]) for key in sorted(runs)]
+    print(TextTable(("backend", "problems", "failed", "device"), rows, frozenset({1, 2})))
+    return 1 if failed.total() else 0

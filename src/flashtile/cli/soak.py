@@ -2,12 +2,13 @@
 
 import sys
 import time
+from argparse import ArgumentParser
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import click
 import torch
 
-from .options import Device, json_option, print_json
+from .options import device, integer, json_option, number, option, print_json
 from .verify import chosen
 
 if TYPE_CHECKING:
@@ -18,25 +19,39 @@ PROBLEMS_ELSEWHERE = 120
 TOLD_EVERY = 60.0  # seconds
 
 
-@click.command()
-@click.option("--minutes", type=click.FloatRange(0, min_open=True), default=10.0, help="For how long, in all.")
-@click.option("--device", type=Device(), default="cpu")
-@click.option("--threads", type=click.IntRange(1), default=4, help="That call at the same time; on a GPU, on streams.")
-@click.option("--seed", type=click.IntRange(0), default=0, help="Of the problems and of the order in which they come.")
-@click.option(
-    "--problems", type=click.IntRange(1), help="How many different ones.  [default: 12 on a GPU, 120 elsewhere]"
-)
-@click.option("--backend", "backends", multiple=True, help="May be repeated.  [default: auto and all usable ones]")
-@json_option
-def soak(
+def arguments(parser: ArgumentParser) -> None:
+    option(parser, "--minutes", type=number(0, above=True), default=10.0, help="For how long, in all.")
+    option(parser, "--device", type=device, default="cpu")
+    option(
+        parser,
+        "--threads",
+        type=integer(1),
+        default=4,
+        help="That call at the same time; on a GPU, on streams.",
+    )
+    option(parser, "--seed", type=integer(0), default=0, help="Of the problems and of the order in which they come.")
+    option(parser, "--problems", type=integer(1), help="How many different ones. [default: 12 on a GPU, 120 elsewhere]")
+    option(
+        parser,
+        "--backend",
+        dest="backends",
+        action="append",
+        default=[],
+        help="May be repeated. [default: auto and all usable ones]",
+    )
+    json_option(parser)
+
+
+def run(
+    *,
     minutes: float,
     device: torch.device,
     threads: int,
     seed: int,
     problems: int | None,
-    backends: tuple[str, ...],
+    backends: Sequence[str],
     as_json: bool,
-) -> None:
+) -> int:
     """Call without pause from several threads, and check that results stay the same and memory stays flat.
 
     Problems are those of `flashtile verify`, each in several ways: forward and backward, compared with the oracle,
@@ -53,7 +68,7 @@ def soak(
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     others = ("reference",) if device.type == "cpu" else ("reference", "cpu")
     usable = chosen(tuple(name for name in backends if name != "auto"))
-    names = backends or ("auto", *(name for name in usable if name not in others))
+    names = tuple(backends) or ("auto", *(name for name in usable if name not in others))
     work = Soak(Problems(range(seed, seed + count), names, device), minutes, threads, seed)
     last = -TOLD_EVERY
 
@@ -61,7 +76,7 @@ def soak(
         nonlocal last
         if time.perf_counter() - last >= TOLD_EVERY:
             last = time.perf_counter()
-            click.echo(line, err=True)
+            print(line, file=sys.stderr)
 
     try:
         work.run(tell)
@@ -70,20 +85,18 @@ def soak(
             print_json(work.as_dict())
         else:
             print_soak(work)
-    sys.exit(0 if work.passed else 1)
+    return 0 if work.passed else 1
 
 
 def print_soak(work: "Soak") -> None:
     for failure in work.ledger.failures[:20]:
-        click.echo(f"FAILED {failure.kind}, {failure.call}\n  {failure.message}")
+        print(f"FAILED {failure.kind}, {failure.call}\n  {failure.message}")
     calls = ", ".join(f"{n:,} {kind}" for kind, n in sorted(work.ledger.counts.items()))
-    click.echo(f"{work.seconds:.0f} s in {work.threads} threads, {work.warm_seconds:.0f} s of them to warm up: {calls}")
+    print(f"{work.seconds:.0f} s in {work.threads} threads, {work.warm_seconds:.0f} s of them to warm up: {calls}")
     for name, x in work.growth.items():
         words = "flat" if x.ok else "GROWS"
         more, limit = (x.last - x.middle) / 2**20, x.limit / 2**20
-        click.echo(
-            f"{words}: {name}: {x.last / 2**20:,.1f} MiB, {more:+.2f} MiB since the middle third (limit {limit:g})"
-        )
+        print(f"{words}: {name}: {x.last / 2**20:,.1f} MiB, {more:+.2f} MiB since the middle third (limit {limit:g})")
     if not work.growth:
-        click.echo("too few samples to tell whether memory grows: give it more minutes or fewer problems")
-    click.echo("all well" if work.passed else "FAILED")
+        print("too few samples to tell whether memory grows: give it more minutes or fewer problems")
+    print("all well" if work.passed else "FAILED")

@@ -1,14 +1,16 @@
 """`flashtile tune`: a search of tiles for this GPU that are faster than the shipped ones."""
 
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import click
 import torch
 
 from ..backend.triton import support, tuned
 from ..call.device import describe_device
-from .options import Device, Dtype, Folder, json_option, print_json
+from .options import CommandError, UsageError, dtype, flag, folder, integer, json_option, number, option, print_json
+from .options import device as device_of
 
 if TYPE_CHECKING:
     from ..tuning.search import SearchResult
@@ -17,37 +19,34 @@ if TYPE_CHECKING:
 PASSES = {"forward": ("forward",), "backward": ("dkdv", "dq"), "dkdv": ("dkdv",), "dq": ("dq",)}
 
 
-class OnAGpu(click.Command):
-    """A command that first checks whether there is a GPU, before its options."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if not {"-h", "--help"} & set(args) and (reason := no_gpu()) is not None:
-            raise click.UsageError(f"tiles are searched on a GPU that runs Triton's kernels: {reason}")
-        return super().parse_args(ctx, args)
-
-
 def no_gpu() -> str | None:
     if (reason := support.unusable()) is not None:
         return reason
     return "they run in Triton's interpreter here" if support.interpreted() else None
 
 
-@click.command(cls=OnAGpu)
-@click.option("--head-dim", "head_dims", type=click.IntRange(1, 512), multiple=True, default=(128,), help="Repeatable.")
-@click.option("--pass", "passes", type=click.Choice(tuple(PASSES)), multiple=True, help="[default: forward, backward]")
-@click.option("--dtype", type=Dtype(), default="bfloat16")
-@click.option("--seqlen", type=click.IntRange(128), default=4096, help="Rows and keys of the timed calls.")
-@click.option("--seconds", type=click.FloatRange(1), default=60.0, help="For the search of one kernel, about.")
-@click.option("--device", type=Device(), default="cuda")
-@click.option("--dry-run", is_flag=True, help="Save nothing.")
-@json_option
-def tune(
-    head_dims: tuple[int, ...],
-    passes: tuple[str, ...],
+def arguments(parser: ArgumentParser) -> None:
+    several = {"action": "append", "default": []}
+    option(
+        parser, "--head-dim", dest="head_dims", type=integer(1, 512), help="May be repeated. [default: 128]", **several
+    )
+    option(parser, "--pass", dest="passes", choices=tuple(PASSES), help="[default: forward and backward]", **several)
+    option(parser, "--dtype", type=dtype, default="bfloat16")
+    option(parser, "--seqlen", type=integer(128), default=4096, help="Rows and keys of the timed calls.")
+    option(parser, "--seconds", type=number(1), default=60.0, help="For the search of one kernel, about.")
+    option(parser, "--device", help="[default: cuda]")
+    flag(parser, "--dry-run", help="Save nothing.")
+    json_option(parser)
+
+
+def run(
+    *,
+    head_dims: Sequence[int],
+    passes: Sequence[str],
     dtype: torch.dtype,
     seqlen: int,
     seconds: float,
-    device: torch.device,
+    device: str | None,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -61,26 +60,32 @@ def tune(
     """
     from ..tuning.trial import Subject
 
+    if (reason := no_gpu()) is not None:
+        raise UsageError(f"tiles are searched on a GPU that runs Triton's kernels: {reason}")
+    try:
+        place = device_of(device or "cuda")
+    except ArgumentTypeError as error:
+        raise UsageError(f"--device {error}") from None
     if dtype is torch.float64:
-        raise click.UsageError("--dtype float64: the Triton kernels do not take it")
+        raise UsageError("--dtype float64: the Triton kernels do not take it")
     kernels = dict.fromkeys(kernel for name in passes or ("forward", "backward") for kernel in PASSES[name])
     if not dry_run:
         try:
-            Folder().convert(str(tuned.path().parent), None, None)
+            folder(str(tuned.path().parent))
         except FileNotFoundError as error:
-            raise click.ClickException(str(error)) from error
+            raise UsageError(str(error)) from error
     rows = []
     try:
-        for head_dim in head_dims:
+        for head_dim in head_dims or (128,):
             for kernel in kernels:
-                subject = Subject(kernel, dtype, head_dim, seqlen, device)
+                subject = Subject(kernel, dtype, head_dim, seqlen, place)
                 result, saved = searched(subject, seconds, dry_run)
                 rows.append(asdict(result) | {"kernel": kernel, "head_dim": head_dim, "saved": saved})
                 if not as_json:
                     print_found(subject, result, saved)
     finally:  # an interruption loses no kernel before it
         if as_json:
-            print_json({"device": describe_device(device)._asdict(), "dtype": dtype, "found": rows})
+            print_json({"device": describe_device(place)._asdict(), "dtype": dtype, "found": rows})
 
 
 def searched(subject: "Subject", seconds: float, dry_run: bool) -> "tuple[SearchResult, str | None]":
@@ -91,7 +96,7 @@ def searched(subject: "Subject", seconds: float, dry_run: bool) -> "tuple[Search
     try:
         result = search(getattr(subject.shipped(), subject.kernel), GpuTrial(subject), seconds)
     except TuningError as error:
-        raise click.ClickException(str(error)) from error
+        raise CommandError(str(error)) from error
     if result.best == result.shipped or dry_run:
         return result, None
     return result, str(save(subject, result))
@@ -119,13 +124,13 @@ def save(subject: "Subject", result: "SearchResult") -> Any:
 
 
 def print_found(subject: "Subject", result: "SearchResult", saved: str | None) -> None:
-    click.echo(f"{subject.kernel}, head_dim {subject.head_dim}, {str(subject.dtype).removeprefix('torch.')}")
+    print(f"{subject.kernel}, head_dim {subject.head_dim}, {str(subject.dtype).removeprefix('torch.')}")
     for tried in result.tried:
         outcome = f"{-tried.gain:+.1%} time" if tried.gain is not None else f"refused, {tried.refused}"
-        click.echo(f"  {tried.launch}: {outcome}")
+        print(f"  {tried.launch}: {outcome}")
     end = "" if result.finished else "; time was up before all neighbors were tried"
     if result.best == result.shipped:
-        click.echo(f"  the shipped tile stays: {result.shipped}{end}")
+        print(f"  the shipped tile stays: {result.shipped}{end}")
         return
-    click.echo(f"  {result.best} takes {result.gain:.1%} less time than the shipped {result.shipped}{end}")
-    click.echo(f"  saved in {saved}" if saved else "  not saved")
+    print(f"  {result.best} takes {result.gain:.1%} less time than the shipped {result.shipped}{end}")
+    print(f"  saved in {saved}" if saved else "  not saved")

@@ -2,116 +2,128 @@
 
 import math
 import shlex
-import sys
 import tempfile
 import time
+from argparse import ArgumentParser
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import click
 import torch
-from rich.table import Table
 
 from ..bench.captured import Source, captured
 from ..dispatch.planner import backends as all_backends
 from ..errors import BackendError
 from ..progress import progress
+from ..text_table import TextTable
 from ..verification.examine import Outcome, Problems, Report, Tally, default_jobs, dtype_name, examine
-from . import recorded
-from .options import Device, Dtype, OutputFile, json_option, print_json, print_table
+from . import recorded as records
+from .options import (
+    UsageError,
+    device,
+    dtype,
+    input_file,
+    integer,
+    json_option,
+    number,
+    option,
+    output_file,
+    print_json,
+)
 
 SHOWN_FAILURES = 20
 
 
-@click.command()
-@click.option("--backend", "backends", multiple=True, help="A backend by name; may be repeated.  [default: all usable]")
-@click.option("--cases", type=click.IntRange(0), default=200, help="How many seeds of random problems.")
-@click.option(
-    "--variations",
-    type=click.IntRange(1),
-    default=1,
-    help="Problems of each seed. They share compiled kernels, and differ in lengths and values.",
-    show_default=True,
-)
-@click.option("--variation", type=click.IntRange(0), help="Only this one of each seed's problems.")
-@click.option(
-    "--long",
-    "long_cases",
-    type=click.IntRange(0),
-    default=8,
-    help="How many problems with up to 2**20 keys or rows.",
-    show_default=True,
-)
-@click.option(
-    "--seed",
-    "first",
-    type=click.IntRange(0),
-    help="The first problem's seed; the next are +1.  [default: 0, or the first that --record's table does not have]",
-)
-@click.option("--device", type=Device(), default="cpu")
-@click.option("--dtype", "dtypes", type=Dtype(), multiple=True, help="May be repeated.  [default: all]")
-@click.option(
-    "--inputs",
-    type=click.Choice(("random", "captured")),
-    default="random",
-    help="Values of q, k and v: random, or those of a small GPT that is trained for some seconds first.",
-)
-@click.option("--jobs", type=click.IntRange(1), help="Processes.  [default: CPU cores, at most 8]")
-@click.option("--seconds", type=click.FloatRange(0), help="Begin no seed after this time.  [default: no limit]")
-@click.option("--record", type=OutputFile(), help="Append a row for each backend to a CSV file.")
-@click.option(
-    "--recorded",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    callback=recorded.show,
-    expose_value=False,
-    is_eager=True,
-    help="Show the totals of such a file, and run nothing.",
-)
-@json_option
-def verify(
-    backends: tuple[str, ...],
+def arguments(parser: ArgumentParser) -> None:
+    several = {"action": "append", "default": []}
+    option(parser, "--backend", dest="backends", help="By name; may be repeated. [default: all usable]", **several)
+    option(parser, "--cases", type=integer(0), default=200, help="How many seeds of random problems.")
+    option(
+        parser,
+        "--variations",
+        type=integer(1),
+        default=1,
+        help="Problems of each seed. They share compiled kernels, and differ in lengths and values.",
+    )
+    option(parser, "--variation", type=integer(0), help="Only this one of each seed's problems.")
+    option(
+        parser,
+        "--long",
+        dest="long_cases",
+        type=integer(0),
+        default=8,
+        help="How many problems with up to 2**20 keys or rows.",
+    )
+    option(
+        parser,
+        "--seed",
+        dest="first",
+        type=integer(0),
+        help="Of the first problem; the next are +1. [default: 0, or the first that --record's table does not have]",
+    )
+    option(parser, "--device", type=device, default="cpu")
+    option(parser, "--dtype", dest="dtypes", type=dtype, help="May be repeated. [default: all]", **several)
+    option(
+        parser,
+        "--inputs",
+        choices=("random", "captured"),
+        default="random",
+        help="Values of q, k and v: random, or those of a small GPT that is trained for some seconds first.",
+    )
+    option(parser, "--jobs", type=integer(1), help="Processes. [default: CPU cores, at most 8]")
+    option(parser, "--seconds", type=number(0), help="Begin no seed after this time. [default: no limit]")
+    option(parser, "--record", type=output_file, help="Append a row for each backend to a CSV file.")
+    option(parser, "--recorded", type=input_file, help="Show the totals of such a file, and run nothing.")
+    json_option(parser)
+
+
+def run(
+    *,
+    backends: Sequence[str],
     cases: int,
     variations: int,
     variation: int | None,
     long_cases: int,
     first: int | None,
     device: torch.device,
-    dtypes: tuple[torch.dtype, ...],
+    dtypes: Sequence[torch.dtype],
     inputs: str,
     jobs: int | None,
     seconds: float | None,
     record: Path | None,
+    recorded: Path | None,
     as_json: bool,
-) -> None:
+) -> int:
     """Run random problems over the full contract, forward and backward, and compare them with an fp64 oracle.
 
     Every element of out, lse, each gradient and the caches has to be within its error bound. Ratios are errors in units
     of that bound: 1 would be at its edge. The exit code is 1 if anything fails.
     """
+    if recorded is not None:
+        return records.show(recorded)
     if cases + long_cases == 0:
-        raise click.UsageError("--cases and --long are both 0: there is nothing to verify")
+        raise UsageError("--cases and --long are both 0: there is nothing to verify")
     if variation is not None and (variations > 1 or record is not None):
-        raise click.UsageError("--variation repeats one problem: neither --variations nor --record go with it")
+        raise UsageError("--variation repeats one problem: neither --variations nor --record go with it")
     start = first or 0
     seeds, long = range(start, start + cases), range(start, start + long_cases)
     of_seed = range(variations) if variation is None else range(variation, variation + 1)
-    problems = Problems(seeds, chosen(backends), device, dtypes or None, long=long, variations=of_seed)
+    problems = Problems(seeds, chosen(backends), device, tuple(dtypes) or None, long=long, variations=of_seed)
     with captured_values(inputs) as path:
         problems = problems._replace(captured=path)
         if record is not None:
-            problems = recorded.prepare(record, problems, first)
+            problems = records.prepare(record, problems, first)
         report = examined(problems, jobs or default_jobs(), seconds, record)
     if as_json:
         print_json(as_dict(report))
     else:
         print_report(report)
         if (complete := len(report.problems.seeds)) < cases:
-            click.echo(f"{complete} of {cases} seeds are complete")
-    sys.exit(0 if report.passed else 1)
+            print(f"{complete} of {cases} seeds are complete")
+    return 0 if report.passed else 1
 
 
 def examined(problems: Problems, jobs: int, seconds: float | None, record: Path | None) -> Report:
@@ -131,11 +143,11 @@ def examined(problems: Problems, jobs: int, seconds: float | None, record: Path 
         seeds, long = problems.seeds[:done], problems.long[: max(0, done - len(problems.seeds))]
         report = Report(problems._replace(seeds=seeds, long=long), outcomes, time.perf_counter() - start)
         if record is not None and seeds:
-            recorded.append(record, recorded.rows_of(report))
+            records.append(record, records.rows_of(report))
     return report
 
 
-def chosen(names: tuple[str, ...]) -> tuple[str, ...]:
+def chosen(names: Sequence[str]) -> tuple[str, ...]:
     """The requested backends, which must be usable here; all usable ones by default."""
     known = {status.name: status for status in all_backends()}
     reasons = {name: known[name].reason if name in known else "there is no such backend" for name in names}
@@ -164,8 +176,8 @@ def repeat(problems: Problems, outcome: Outcome) -> str:
         words += ["--device", str(problems.device)]
     if problems.captured is not None:
         words += ["--inputs", "captured"]
-    for dtype in problems.dtypes or ():
-        words += ["--dtype", dtype_name(dtype)]
+    for drawn in problems.dtypes or ():
+        words += ["--dtype", dtype_name(drawn)]
     one, none = ("--long", "--cases") if outcome.long else ("--cases", "--long")
     if outcome.variation > 0:
         words += ["--variation", str(outcome.variation)]
@@ -177,40 +189,40 @@ def print_report(report: Report) -> None:
     for outcome in failures[:SHOWN_FAILURES]:
         print_failure(report.problems, outcome)
     if len(failures) > SHOWN_FAILURES:
-        click.echo(f"... and {len(failures) - SHOWN_FAILURES} more; --json has all of them\n")
+        print(f"... and {len(failures) - SHOWN_FAILURES} more; --json has all of them\n")
     print_tallies(report.tallies())
     for backend in report.unverified():
-        click.echo(f"{backend} declined every problem: nothing is verified")
+        print(f"{backend} declined every problem: nothing is verified")
     if failures or report.passed:
         found = f"{len(failures)} of {len(report.outcomes)} runs failed" if failures else "all within their bounds"
         count = f"{report.cases()} problems and {report.cases(long=True)} long ones"
-        click.echo(f"{count} on {report.problems.device}, {report.seconds:.1f} s: {found}")
+        print(f"{count} on {report.problems.device}, {report.seconds:.1f} s: {found}")
     if any(outcome.device_lost for outcome in failures):
-        click.echo("the run ended there: a process that has had such an error can use the GPU for nothing else")
+        print("the run ended there: a process that has had such an error can use the GPU for nothing else")
 
 
 def print_failure(problems: Problems, outcome: Outcome) -> None:
-    click.echo(f"FAILED {outcome.backend}: {outcome.description}")
+    print(f"FAILED {outcome.backend}: {outcome.description}")
     if outcome.error is not None:
-        click.echo(f"  {outcome.error}")
+        print(f"  {outcome.error}")
     for deviation in outcome.deviations:
         if not deviation.ok:
-            click.echo(f"  {deviation}")
-    click.echo(f"  again: {repeat(problems, outcome)}\n")
+            print(f"  {deviation}")
+    print(f"  again: {repeat(problems, outcome)}\n")
 
 
 def print_tallies(tallies: list[Tally]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("backend", "dtype", "cases", "failed", "declined", "worst ratio", "of", "seed"):
-        words = heading in ("backend", "dtype", "of")
-        table.add_column(heading, justify="left" if words else "right", no_wrap=words)
+    header = "backend", "dtype", "cases", "failed", "declined", "worst ratio", "of", "seed"
+    words = "backend", "dtype", "of"
+    rows = []
     for tally in tallies:
         worst = ("", "", "")
         if tally.worst is not None:
             variation = f" variation {tally.worst_variation}" * (tally.worst_variation > 0)
             worst = (f"{tally.worst.ratio:.3f}", tally.worst.name, f"{tally.worst_seed}{variation}")
-        table.add_row(tally.backend, tally.dtype, str(tally.cases), str(tally.failed), str(tally.declined), *worst)
-    print_table(table)
+        counts = (str(n) for n in (tally.cases, tally.failed, tally.declined))
+        rows.append((tally.backend, tally.dtype, *counts, *worst))
+    print(TextTable(header, rows, frozenset(i for i, name in enumerate(header) if name not in words)))
 
 
 def as_dict(report: Report) -> dict[str, Any]:

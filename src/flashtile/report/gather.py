@@ -11,7 +11,7 @@ from ..bench.origin import origin
 from ..bench.providers import make
 from ..bench.run import stamp
 from ..progress import progress
-from . import errors, gate, memory, models, planner, speed, training
+from . import errors, gate, ladder, memory, models, planner, speed, training
 from .cells import kinds
 from .measured import providers
 from .overview import overview
@@ -19,7 +19,7 @@ from .section import Section
 from .settings import Settings
 
 Advance = Callable[[], None]
-ORDER = ("overview", "gate", "speed", "models", "memory", "errors", "planner", "training")  # others follow
+ORDER = ("overview", "gate", "speed", "models", "memory", "errors", "planner", "training", "ladder")
 Step = tuple[str, int, Callable[..., Any]]  # title of its progress bar, number of steps, maker of its section
 
 
@@ -37,16 +37,15 @@ class Report:
 def gather(
     settings: Settings,
     machine: dict[str, Any],
-    further: tuple[Step, ...] = (),
     keep: Callable[[list[Section]], None] = lambda sections: None,
 ) -> Report:
-    """Measure everything. `machine` comes from `flashtile env`; `further` are steps whose sections come last. `keep`
-    gets the sections so far after each step.
+    """Measure everything. `machine` comes from `flashtile env`; `keep` gets the
+    sections so far after each step.
     """
     start, started, parts = time.perf_counter(), stamp(), {}
     sections: list[Section] = []
     with progress(transient=False) as bar:
-        for words, total, measure in (*steps(settings), *further):
+        for words, total, measure in steps(settings):
             task = bar.add_task(words, total=total)
             begun = time.perf_counter()
             sections.append(attempted(words, measure, settings, lambda task=task: bar.advance(task)))
@@ -78,3 +77,4 @@ def steps(settings: Settings) -> Iterator[Step]:
     yield "memory", 1, memory.memory
     yield "error against fp64", len(errors.DTYPES) * len(INPUTS), errors.errors
     yield "plans", len(planner.CALLS), planner.planner
+    yield "ladder", 1, ladder.ladder

@@ -11,11 +11,7 @@ from ..bench.sweep import Timing
 from ..verification.examine import default_jobs
 
 QUICK = Timing(rounds=5, sample_seconds=0.05, rest_seconds=0.01, most_seconds=4.0)
-LONG_LADDER: dict[str, Any] = {
-    "stack_seqlens": (8, 16, 32, 64),
-    "long_seqlens": (1024, 2048, 4096),
-    "ladder_seconds": 0.2,
-    "further_tables": True,
+LONG_MODELS: dict[str, Any] = {
     "models_seconds": 600.0,
     "all_of_models": True,
 }
@@ -39,6 +35,7 @@ class Settings:
     peers: tuple[str, ...]
     reference: str
     timing: Timing
+    quick: bool = True
     tokens: int | None = None
     long_heads: int | None = None  # of the longest calls; `None`: as the others
     memory_heads: int = 4
@@ -49,10 +46,6 @@ class Settings:
     gate_seconds: float = 15.0  # of each kind; problems after these are left out, and the page says so
     gate_jobs: int = 1  # processes
     steps: int = STEPS  # of training, however long they take: captured inputs follow from them
-    stack_seqlens: tuple[int, ...] = (16, 64)  # of every step of the ladder
-    long_seqlens: tuple[int, ...] = (1024,)  # of its fused steps
-    ladder_seconds: float = 0.05  # for each step and length
-    further_tables: bool = False  # of the ladder
     models_seconds: float = 20.0  # of the cells of real models; cells after these are left out, and the page says so
     all_of_models: bool = False  # every provider of the sweep of models, also those that take long to compile
 
@@ -82,11 +75,12 @@ def settings_for(device: torch.device, quick: bool) -> Settings:
             peers=("sdpa", "plain") if quick else ("sdpa", "sdpa:math", "flex", "plain"),
             reference="sdpa",
             timing=QUICK if quick else LONG,
+            quick=quick,
             cases=120 if quick else 1000,
             captured_cases=40 if quick else 300,
             gate_seconds=15.0 if quick else 600.0,
             long_heads=2,
-            **({} if quick else LONG_LADDER),
+            **({} if quick else LONG_MODELS),
         )
     return Settings(
         device=device,
@@ -99,10 +93,11 @@ def settings_for(device: torch.device, quick: bool) -> Settings:
         peers=PYTORCH_ON_CUDA if quick else (*PYTORCH_ON_CUDA, "flex", "fa2", "fa3", "fa4"),
         reference="sdpa:cudnn",
         timing=QUICK if quick else LONG,
+        quick=quick,
         tokens=16384,
         cases=120 if quick else 1000,
         captured_cases=40 if quick else 300,
         gate_seconds=12.0 if quick else 600.0,
         gate_jobs=default_jobs(),
-        **({} if quick else LONG_LADDER),
+        **({} if quick else LONG_MODELS),
     )

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import os
 import platform
+import re
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from ...call.problem import Problem, too_long
 
 SUMMARY = "LLVM kernels for CPUs, generated from Python: every feature, head dimensions to 512"
 MAX_HEAD_DIM = 512
+OLDEST_LLVMLITE = (0, 45)  # before, pointers have types
 VECTORS_VARIABLE = "FLASHTILE_CPU_VECTORS"
 MACHINES = ("x86_64", "amd64", "arm64", "aarch64")
 # Query rows of a task: as many as leave its queries, its outputs and a block of keys in the second-level cache.
@@ -37,6 +39,11 @@ def unusable() -> str | None:
     """The reason why this backend cannot run on this machine; `None` if it can."""
     if importlib.util.find_spec("llvmlite") is None:
         return "llvmlite is not installed"
+    import llvmlite  # not its bindings to LLVM
+
+    if tuple(int(x) for x in re.findall(r"\d+", llvmlite.__version__)[:2]) < OLDEST_LLVMLITE:
+        needed = ".".join(map(str, OLDEST_LLVMLITE))
+        return f"llvmlite {llvmlite.__version__} is installed, and it needs {needed} or newer"
     if platform.machine().lower() not in MACHINES:
         return f"it has no kernels for {platform.machine()}"
     return None

@@ -22,7 +22,7 @@ from .priority import FlashFirst
 
 NAME = "flashtile"
 EXAMPLE = "flashtile.compat.torch.scaled_dot_product_attention(query, key, value, dropout_p=0.1)"
-HAS_REGISTRY = hasattr(registry, "register_flash_attention_impl")
+HAS_REGISTRY = hasattr(registry, "restore_flash_attention_impl")  # from PyTorch 2.11 on; 2.10 cannot undo one
 
 
 # Backward operators that PyTorch has no kernel for on a device: they stay, so that backward may come after `restore`.
@@ -101,11 +101,11 @@ def activate() -> Activation:
     The same as `torch.nn.attention.activate_flash_attention_impl("flashtile")`.
 
     Raises:
-        AttentionError: PyTorch has no such registry.
+        AttentionError: PyTorch is older than 2.11, whose registry is the first that can undo an activation.
     """
     if not HAS_REGISTRY:
         raise AttentionError(
-            f"PyTorch {torch.__version__} has no register_flash_attention_impl.\n  accepted: a newer PyTorch\n"
+            f"PyTorch {torch.__version__} has no restore_flash_attention_impl.\n  accepted: PyTorch 2.11 or newer\n"
             "  a call that works: flashtile.compat.torch.scaled_dot_product_attention(query, key, value)"
         )
     before = registry.current_flash_attention_impl()

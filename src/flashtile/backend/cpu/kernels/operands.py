@@ -152,6 +152,7 @@ class Variable:
         self.code, self.kind = code, start.ir.type
         with code.ir.goto_entry_block():
             self.slot = code.ir.alloca(self.kind)
+        self.slot.type = ADDRESS  # llvmlite 0.45 types a slot by its kind, and prints `ptr*` for one of addresses
         self.set(start)
 
     def get(self) -> Value:

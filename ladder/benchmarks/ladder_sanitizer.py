@@ -1,0 +1,98 @@
+"""CUDA kernels of the ladder under `compute-sanitizer`: `python benchmarks/ladder_sanitizer.py --out FILE`.
+
+Each tool runs one process with all kernels on short sequences that no tile divides: memcheck looks for accesses outside
+of arrays, racecheck for shared memory that is read and written without a barrier between, synccheck for barriers that
+not all threads reach. A last run has one barrier less, to see that racecheck finds it.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+TOOLS = ("memcheck", "racecheck", "synccheck")
+BARRIER = "__syncthreads();  // no thread reads K any more: V takes its place"
+FOUND = 9  # exit status where a tool finds something
+SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
+
+
+def run_kernels() -> None:
+    """Every CUDA kernel of the ladder once or twice: partial tiles, causal or not."""
+    import torch
+
+    from flashtile_ladder import block_query, running_lse_cuda, share_kv, split_keys
+    from flashtile_ladder import step09_cuda_registers as registers
+    from flashtile_ladder import step09_cuda_rows as rows
+    from flashtile_ladder import step09_cuda_tensor_cores as tensor_cores
+    from flashtile_ladder import step09_cuda_warps as warps
+
+    q, k, v = torch.randn(3, 77, 64, device="cuda")
+    q16, k16, v16 = (x.half() for x in (q, k, v))
+    for step in (rows, warps, registers, running_lse_cuda):
+        step.attention(q, k, v, True)
+    for step in (tensor_cores, split_keys):
+        step.attention(q16, k16, v16, True)
+    for reduction in ("tree", "shuffles"):
+        block_query.attention(q, k, v, reduction=reduction)
+        block_query.attention(q16, k16, v16, reduction=reduction)
+    for stages in (1, 2):
+        share_kv.attention(q16, k16, v16, True, block_m=128, stages=stages)
+        q_wide, k_wide, v_wide = torch.randn(3, 77, 248, device="cuda").half()
+        share_kv.attention(q_wide, k_wide, v_wide, block_n=32, stages=stages)
+    torch.cuda.synchronize()
+
+
+def run_without_a_barrier() -> None:
+    """Step 9's last kernel, in which V is copied over K while some warps still read K."""
+    import torch
+
+    from flashtile_ladder import step09_cuda_tensor_cores as step
+
+    right = step.source_for
+    step.source_for = lambda *given: right(*given)._replace(replaced=(BARRIER, "//"))
+    q, k, v = torch.randn(3, 77, 64, device="cuda").half()
+    step.attention(q, k, v)
+    torch.cuda.synchronize()
+
+
+RUNS = {"kernels": run_kernels, "barrier": run_without_a_barrier}
+
+
+def checked(tool: str, what: str, sanitizer: str) -> dict[str, Any]:
+    """Errors that a tool reports for one of `RUNS`, `None` where it did not finish; its words unless there are none."""
+    command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), sys.executable, __file__, "--run", what]
+    done = subprocess.run(command, capture_output=True, text=True)
+    text = done.stdout + done.stderr
+    found = SUMMARY.findall(text)
+    errors = int(found[-1]) if found and done.returncode in (0, FOUND) else None
+    return {"tool": tool, "run": what, "errors": errors, "words": "" if errors == 0 else text[-600:]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--sanitizer", default="compute-sanitizer", help="the tool's command")
+    parser.add_argument("--out", type=Path, help="a JSON file for the findings")
+    parser.add_argument("--run", choices=RUNS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        RUNS[options.run]()
+        return 0
+    path = shutil.which(options.sanitizer) or shutil.which(f"/usr/local/cuda/bin/{options.sanitizer}")
+    if path is None:
+        print(f"{options.sanitizer} is not there: it comes with the CUDA toolkit.")
+        return 2
+    rows = []
+    for tool, what in (*((tool, "kernels") for tool in TOOLS), ("racecheck", "barrier")):
+        rows.append(checked(tool, what, path))
+        print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+        if options.out:
+            options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0 if all((row["errors"] or 0) > 0 if row["run"] == "barrier" else row["errors"] == 0 for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""Run steps 7 and 8 of the ladder in Numba's simulator and Triton's interpreter, in a process of their own: both are
+switched on before Numba or Triton is imported.
+
+    TRITON_INTERPRET=1 python simulated.py CASES RESULTS
+
+CASES is a file of `torch.save` with a list of (module, arguments of `attention`); RESULTS gets the list of results.
+"""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def main(cases: str, results: str) -> None:
+    attended = []
+    for module, arguments in torch.load(cases):
+        step = importlib.import_module(f"flashtile_ladder.{module}")
+        attended.append(step.attention(**arguments))
+    torch.save(attended, results)
+
+
+def run_simulated(calls: list[tuple[str, dict[str, Any]]], folder: Path, **variables: str) -> list[Any]:
+    """Return the results of `attention` for each (module, arguments), with these environment variables."""
+    torch.save(calls, folder / "cases")
+    command = [sys.executable, __file__, str(folder / "cases"), str(folder / "results")]
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | variables)
+    assert result.returncode == 0, result.stderr
+    return torch.load(folder / "results")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,46 @@
+"""What attention takes at least: operations, bytes between the big and the small memory, and a roofline.
+
+The big memory is a GPU's HBM or a CPU's DRAM. Sources: Dao et al., "FlashAttention", 2022; Williams et al., "Roofline",
+2009.
+"""
+
+from typing import NamedTuple
+
+
+def forward_flops(pairs: int, head_dim: int, head_dim_v: int) -> int:
+    """Two products: q k and p v. A multiplication and an addition are two operations."""
+    return 2 * pairs * (head_dim + head_dim_v)
+
+
+def backward_flops(pairs: int, head_dim: int, head_dim_v: int) -> int:
+    """Five products, with S recomputed: q k, ds k and ds q with head_dim; dout v and p dout with head_dim_v."""
+    return 2 * pairs * (3 * head_dim + 2 * head_dim_v)
+
+
+def least_bytes(inputs: int, rows: int, head_dim_v: int, itemsize: int) -> int:
+    """Bytes of a forward that reads each input once (`inputs` bytes in total), and writes out `[rows, head_dim_v]` and
+    lse `[rows]` once. Statistics are float32, or float64 for float64.
+    """
+    return inputs + rows * (head_dim_v * itemsize + max(itemsize, 4))
+
+
+class Machine(NamedTuple):
+    """Measured rates; above the intensity `ridge`, arithmetic is the limit, below it memory."""
+
+    flops_per_second: float
+    bytes_per_second: float
+
+    @property
+    def ridge(self) -> float:
+        return self.flops_per_second / self.bytes_per_second
+
+
+class Roofline(NamedTuple):
+    limit: str  # "compute" or "memory"
+    seconds: float  # no run takes less
+
+
+def roofline(flops: float, moved: float, machine: Machine) -> Roofline:
+    """The larger of the times that operations and bytes take alone (Williams et al., 2009)."""
+    compute, memory = flops / machine.flops_per_second, moved / machine.bytes_per_second
+    return Roofline("compute" if compute > memory else "memory", max(compute, memory))
