@@ -41,7 +41,7 @@ def examined(name: str) -> Iterator[Finding]:
 
 def configuration(name: str) -> Any:
     try:
-        import transformers
+        import transformers  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise CommandError("--model needs transformers: pip install 'flashtile[transformers]'") from None
     try:
@@ -52,7 +52,7 @@ def configuration(name: str) -> Any:
 
 def takes_functions(config: Any) -> bool | None:
     """Whether the model's class takes attention functions by name; `None` if its class is not known."""
-    from transformers import MODEL_MAPPING
+    from transformers import MODEL_MAPPING  # pyright: ignore[reportMissingImports]
 
     try:
         found = MODEL_MAPPING[type(config)]

@@ -256,6 +256,7 @@ class RepeatedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, known: Repeated, *tensors: Tensor) -> Any:
         out, lse, *kept = known.forward(tensors)
+        assert lse is not None
         ctx.known, ctx.kept = known, kept[0] if kept else None
         ctx.save_for_backward(out, lse, *tensors)
         ctx.set_materialize_grads(False)

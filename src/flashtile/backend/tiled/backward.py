@@ -59,7 +59,7 @@ def backward(call: Call, needs: Needs, shape: TileShape, dtype: torch.dtype, sav
 def backward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, saved: Saved, totals: Totals) -> None:
     tensors, settings, groups, features = call.tensors, call.settings, slab.num_groups, totals.features
     dq, dk, dv = slab.query_rows(totals.dq), slab.key_rows(totals.dk), slab.key_rows(totals.dv)
-    out, lse, residual = (slab.query_rows(x) for x in (saved.out, saved.lse, saved.residual))
+    out, lse, residual = slab.query_rows(saved.out), slab.query_rows(saved.lse), slab.query_rows(saved.residual)
     dout, dlse = slab.query_rows(saved.dout), slab.query_rows(saved.dlse)
     scores = Scores(call, slab, dtype)
     q, k, v = (
