@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...call.call import FEATURES, Call, Gradients, Needs
 from ...private_torch import recording_graph
-from .scores import Scores, Tile, cast_floating, slab_part, slopes_4d, tile_part, zero_hidden
+from .scores import Scores, Tile, cast_floating, slab_part, slopes_4d, tile_part
 from .sums import TERMS_PER_CARRY, Sum
 from .tiles import Slab
 
@@ -76,7 +76,9 @@ def score_mod_backward(
     """Differentiate the user's score_mod on this tile, by torch.autograd."""
     unmodified = scores.add_terms(capped, tile)
     with recording_graph():
-        score = zero_hidden(unmodified, visible).detach().requires_grad_()
+        if visible is not None:  # a NaN there would enter the function's derivatives
+            unmodified.masked_fill_(~visible, 0)  # in place: nothing else needs hidden scores
+        score = unmodified.detach().requires_grad_()
         tensors = [
             cast_floating(x, scores.dtype).detach().requires_grad_(total is not None)
             for x, total in zip(scores.score_mod_tensors, gradients.score_mod_tensors, strict=False)

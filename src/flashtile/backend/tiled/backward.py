@@ -102,7 +102,7 @@ def backward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, 
                 dp = dp * keep
             ds = p * (dp - delta)
             if visible is not None:
-                ds = torch.where(visible, ds, 0)  # where delta is NaN, p * (dp - delta) = 0 * NaN
+                ds.masked_fill_(~visible, 0)  # where delta is NaN, p * (dp - delta) = 0 * NaN
             ds = scores_backward(scores, product, ds, visible, tile, slab, features)
             ds = fold_groups(ds, groups)  # [B, Hkv, G * M, N]
             if dk is not None:
