@@ -141,8 +141,8 @@ BUGS = (
     Bug(
         "score_mod without derivative",
         "backend.blockwise.score_gradients",
-        "return dscore if visible is None",
-        "return ds if visible is None",
+        "torch.where(visible, dscore, 0)",
+        "torch.where(visible, ds, 0)",
     ),
     Bug(
         "score_mod gradients of the last tile alone",
@@ -209,7 +209,7 @@ BUGS = (
         "features.sinks.add(-part",
         "features.sinks.add(part",
     ),
-    Bug("hidden pairs have gradients", "backend.tiled.backward", "p = torch.where(visible, p, 0)", "p = p"),
+    Bug("hidden pairs have gradients", "backend.tiled.backward", "p.masked_fill_(~visible, 0)", "pass"),
     # KV cache
     Bug("keys appended one slot late", "call.cache", "+ tokens.place  # [T]", "+ tokens.place + 1  # [T]"),
     Bug("appended keys not seen", "call.cache", "total = total.long() + appended(cache, features)", "total = total"),

@@ -200,7 +200,7 @@ CPU_BUGS = (
         Bug(
             "splits combined without weights",
             "kernels.combine",
-            "code.select(x.equals(m.get()), code.full(1.0), exp2(code, (x - m.get()) * LOG2E))",
+            "exp2(code, difference * LOG2E)",
             "code.full(1.0)",
         ),
         DECODE,

@@ -48,8 +48,8 @@ def block_coord(tile, group, group_head, m, first_key, partial, residuals, CONFI
     residual = ()
     if residuals.data is not None:
         of_head = tile.padded_row + gl.minimum(group_head, group - 1) * residuals.padded_rows
-        exists = (m >= 0) & (m * BLOCK_M < tile.seqlen_q)
-        residual = (residuals.data + (of_head // BLOCK_M + m) * BLOCK_M, gl.where(exists, 1, 0))
+        exists = (m >= 0) & (m < (tile.seqlen_q + BLOCK_M - 1) // BLOCK_M)  # behind a list, m * BLOCK_M overflows
+        residual = (residuals.data + (of_head // BLOCK_M + gl.where(exists, m, 0)) * BLOCK_M, gl.where(exists, 1, 0))
     return BlockCoord(tile.b, head, tile.shift, m * BLOCK_M, first_key, tile.seqlen_k, partial, residual)
 
 
