@@ -24,7 +24,7 @@ from flashtile.backend.gpu.replay import Launch
 from flashtile.backend.hopper import tables
 from flashtile.backend.triton import decode_times
 from flashtile.bench import sweep
-from flashtile.prebuilt.build import PINNED, key_of, parameters_of, source_of
+from flashtile.prebuilt.build import PINNED, key_of_launch, source_of
 from flashtile.prebuilt.launches import device_of, launches
 from flashtile.prebuilt.standard import StandardCall, empty
 from flashtile.prebuilt.sweeps import call_of
@@ -104,11 +104,8 @@ def distinct(arch: str, count: int, report: Any) -> dict[str, tuple[str, Launch]
             for launch in planned:
                 if not hasattr(launch.kernel, "title"):
                     launch = launch._replace(kernel=Made(launch.kernel))
-                parameters = parameters_of(launch.kernel.function())
-                names = {x for x, _ in parameters}
-                options = {x: value for x, value in launch.scalars.items() if x not in names}
-                key = key_of(parameters, {**launch.scalars, **launch.pointers}, options)
-                found.setdefault(hashlib.sha256((launch.kernel.title + key).encode()).hexdigest(), (name, launch))
+                key = launch.kernel.title + key_of_launch(launch)
+                found.setdefault(hashlib.sha256(key.encode()).hexdigest(), (name, launch))
     return found
 
 

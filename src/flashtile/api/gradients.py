@@ -5,11 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.call import differentiable_positions, lse_shape
-from ..call.problem import accumulation_dtype
+from ..call.call import differentiable_positions
 from ..dispatch.operators import operators_of
-from ..errors import ArgumentError, call_of
-from .normalize import normalize
+from .normalize import normalize, require_tensors
 
 
 @torch.no_grad()
@@ -48,13 +46,8 @@ def gradients(
     if cu_seqlens_q is not None:
         tensors |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     call = normalize(function, tensors, score_mod=None, dropout_seed=dropout_seed, backend="auto", **settings)
-    if q.dim() == (4 if cu_seqlens_q is None else 3) and v.dim() == q.dim():  # else the error is theirs
-        shape = (*q.shape[:-1], v.shape[-1])
-        expected = (("out", out, shape), ("dout", dout, shape), ("lse", lse, lse_shape(q)))
-        for name, x, size in expected:
-            dtype = accumulation_dtype(q.dtype) if name == "lse" else q.dtype
-            if not isinstance(x, Tensor) or (x.shape, x.dtype, x.device) != (size, dtype, q.device):
-                raise ArgumentError(name, x, f"{list(size)} of {dtype}, on {q.device}", call_of(function))
+    results = {"out": out, "lse": lse, "dout": dout}  # the operator checks the rest
+    require_tensors(function, results, tuple(results))
     others = len(differentiable_positions(len(call.tensors.flat()))) - 3
     needs = [True, True, True, *[False] * others]
     dq, dk, dv = operators_of(call).differentiate(needs, out, lse.contiguous(), dout, None, call)[:3]

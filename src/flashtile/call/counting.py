@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from ..locks import process_lock
+
 
 class CallCount(NamedTuple):
     """One row of `flashtile.calls()`.
@@ -57,14 +59,14 @@ class CallCounts:
 
 PYTORCH = "PyTorch"
 opened: tuple[CallCounts, ...] = ()  # of all threads
-_lock = threading.Lock()
+_lock = process_lock()
 _operator = threading.local()  # of PyTorch, in whose place a call runs
 
 
 def _after_fork() -> None:
-    """A forked process counts nothing, and has no lock that a thread of its parent holds."""
-    global opened, _lock
-    opened, _lock = (), threading.Lock()
+    """A forked process counts nothing."""
+    global opened
+    opened = ()
 
 
 if hasattr(os, "register_at_fork"):
