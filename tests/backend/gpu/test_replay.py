@@ -107,6 +107,21 @@ def test_a_run_records_nothing() -> None:
     assert recorders[0].steps == []
 
 
+def test_a_description_begins_where_its_tensor_does() -> None:
+    """A replay adds no offset to the tensor's address."""
+
+    def function(recorder: Recorder, n: int) -> Results:
+        x, y, _ = recorder.inputs
+        assert y is not None
+        pointers = {"x": x, "y": Described(y, Tensor.__getitem__, n), "written": recorder.new(torch.empty_like(y))}
+        recorder.launch(Kernel(), pointers, 1, {"n": n})
+        return [pointers["written"]]  # type: ignore[list-item]
+
+    replay.record(given(), function, 0)
+    with pytest.raises(AssertionError, match="for its base"):
+        replay.record(given(), function, 1)
+
+
 def test_nothing_is_kept_alive() -> None:
     tensors = given(columns=True)
     recording, results = replay.record(tensors, Function(), 5)

@@ -402,5 +402,5 @@ def test_one_problem_from_each_end() -> None:
 @pytest.mark.parametrize(("form", "rows"), [("bias", 5), ("bias", 300), ("score_mod", 300), ("split", 5)])
 def test_a_large_term_in_all_scores_of_rows(form: str, rows: int, term: float) -> None:
     given = [x.cuda() for x in large_terms.inputs(term, rows, keys=600)]
-    assert large_terms.failures(form, "triton", *given) == []
-    assert large_terms.failures(form, "tiled", *given) == []
+    for backend in ("triton", "triton", "triton", "tiled"):  # repeated calls are replays
+        assert large_terms.failures(form, backend, *given) == []

@@ -9,7 +9,9 @@ from torch import Tensor
 
 
 class Described(NamedTuple):
-    """A tensor that a kernel takes as `describe(base, given)`: in another dtype, or as a tensor descriptor (TMA)."""
+    """A tensor that a kernel takes as `describe(base, given)`: in another dtype, or as a tensor descriptor (TMA). It
+    begins where `base` does, because a replay knows the address of `base` alone.
+    """
 
     base: Tensor
     describe: Callable[[Tensor, Any], Any]
@@ -66,7 +68,17 @@ class Slot(NamedTuple):
         x: Any = tensors[self.index]
         if self.part is not None:
             x = self.part.of(x)
-        return x if self.describe is None else self.describe(x, self.given)
+        if self.describe is None:
+            return x
+        described = self.describe(x, self.given)
+        assert begins_with(described, x), f"the replay of a launch would take {self.describe} for its base"
+        return described
+
+
+def begins_with(described: Tensor | TmaDescriptor, x: Tensor) -> bool:
+    """Whether a description of `x` begins where `x` does. An empty tensor has no address."""
+    first = described if isinstance(described, Tensor) else described.base
+    return x.numel() == 0 or first.storage_offset() * first.itemsize == x.storage_offset() * x.itemsize
 
 
 Slots = Mapping[str, Slot | None]

@@ -15,7 +15,6 @@ from ..gpu import replay
 from ..gpu.block_lists import block_lists, summary
 from ..gpu.kernel import Kernel
 from ..gpu.pairs import with_aligned_bias, with_contiguous_keys
-from ..gpu.pointers import Described
 from ..gpu.replay import Recorder
 from ..replays import ForwardReplay, Results
 from ..scalars import lse_strides, rows_last, splits_of, strides
@@ -24,6 +23,7 @@ from . import host_products
 from .called import called_tile
 from .constants import TRANSPOSED_ROWS
 from .formulas import launch
+from .gradients import residual_of
 from .host_append import append_and_rotate
 from .semaphores import new_semaphores
 
@@ -78,7 +78,7 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bo
     sizes = config.block_m, config.block_n
     states = summary(recorder, call, *sizes) if whole else None
     lists, list_strides = block_lists(recorder, call, *sizes, states) if whole else ({}, {})
-    residual = Described(row_stats, Tensor.__getitem__, 1) if call.keeps_residual else None
+    residual = recorder.op(residual_of, row_stats) if call.keeps_residual else None
     results = {"out": out, "lse": row_stats, "residual": residual, "semaphores": semaphores}
     launch(
         recorder,

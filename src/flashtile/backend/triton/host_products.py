@@ -18,13 +18,14 @@ from ...call.problem import power_of_two
 from ..gpu.captured import captured_scalars
 from ..gpu.kernel import Kernel
 from ..gpu.pairs import with_contiguous_keys
-from ..gpu.pointers import Described, Pointers
+from ..gpu.pointers import Pointers
 from ..gpu.precision import allows_tf32
 from ..gpu.replay import Recorder, Results
 from ..scalars import keep_scale, lse_strides, rows_last, strides, threshold
 from . import arguments as args
 from . import host_parts, host_unsplit
 from .formulas import launch
+from .gradients import residual_of
 from .launches import BackwardLaunches
 from .score_blocks import UNIT, Block, Sizes, blocks_of, new_scores, round_up, sizes_of
 
@@ -52,7 +53,7 @@ def launch_forward(recorder: Recorder, call: Call) -> Results:
     q, k, v = (by.prepared(recorder, folded(recorder, x, heads)) for x in t[:3])
     row_stats = recorder.new(t.q.new_empty(row_stats_shape(call), dtype=torch.float32))
     lse = split_row_stats(t.q, row_stats)[0]
-    residual = Described(row_stats, Tensor.__getitem__, 1) if call.keeps_residual else None
+    residual = recorder.op(residual_of, row_stats) if call.keeps_residual else None
     out = t.out
     if out is None:
         out = recorder.new(new_rows(t.q, t.q.shape[1], t.v.shape[-1], dtype))
