@@ -68,6 +68,17 @@ def test_tiles_of_triton(
         assert sizes == (found.BLOCK_M, found.BLOCK_N, scalars["num_warps"], scalars["num_stages"])
 
 
+@pytest.mark.parametrize("num_splits", [None, 12, 10**9])
+def test_growing_keys_do_not_recompile(num_splits: int | None) -> None:
+    """The number of splits is a constant of the kernel."""
+    found = set()
+    for keys in (520, 521, 600, 777, 1000):
+        call, forward, _, _ = planned((1, 2, 1, 64), torch.bfloat16, "sm_90", ("q",), keys, num_splits=num_splits)
+        assert forward.backend == "triton"
+        found.add(launches_of(call, SM_90, forward)[0].scalars["CONFIG"])
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize("num_splits", [None, 3])
 def test_tiles_for_a_number_of_splits(num_splits: int | None) -> None:
     """A caller who chooses it gets the same tile for every number of sequences."""

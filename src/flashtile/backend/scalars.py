@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..call.call import FEATURES, HEAD_TERMS, SCORE_TERMS, Call, Tensors
 from ..call.features import PER_SEQUENCE_AND_HEAD
-from ..call.problem import LONGEST, accumulation_dtype
+from ..call.problem import LONGEST, accumulation_dtype, power_of_two
 
 # Strides between sequences of score terms that may be `[B, H]`: names, and the places of the terms in `Tensors`.
 HEAD_STRIDES = [
@@ -98,11 +98,11 @@ def score_units(call: Call) -> dict[str, Any]:
 
 def splits_of(call: Call, planned: int, block_n: int) -> int:
     """Parts that the keys of a row are split into: those that the call asks for, or the plan's; at most one for each
-    block of keys that there is room for.
+    block of as many keys as share a plan, so that a growing sequence does not recompile.
     """
     k, page_table = call.tensors.k, call.tensors.page_table
     keys = k.shape[1] * page_table.shape[1] if page_table is not None else k.shape[-2 if k.dim() == 4 else 0]
-    return min(call.settings.num_splits or planned, max(-(-keys // block_n), 1))
+    return min(call.settings.num_splits or planned, max(-(-power_of_two(keys) // block_n), 1))
 
 
 def window_numbers(call: Call) -> dict[str, Any]:
