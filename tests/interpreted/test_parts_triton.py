@@ -15,7 +15,7 @@ from flashtile.backend.triton.configs import KernelConfig, WidthConfigs
 from flashtile.backend.triton.split_rows import split_rows
 from flashtile.backend.triton.support import interpreted
 from flashtile.dispatch import fast_path
-from flashtile.testing.case import Case
+from flashtile.testing.case import Case, ScoreFunction
 from flashtile.testing.poison import poisoned_allocation
 from flashtile.testing.tolerance import compare
 
@@ -113,6 +113,14 @@ def test_pytorch_multiplies_whole_numbers(case: Case) -> None:
 def test_a_large_term_in_all_scores_of_rows(form: str, tf32: bool) -> None:
     with by_pytorch(2 * 16 * 64, tf32=tf32):
         assert large_terms.failures(form, "triton", *large_terms.inputs(-1e9, rows=20, keys=70)) == []
+
+
+def test_a_row_of_minus_infinity_alone_passes_no_gradient() -> None:
+    """Not 0 times the infinite derivative of a score_mod."""
+    bias = torch.where(torch.arange(20)[:, None] == 1, -torch.inf, torch.zeros(20, 35))[None, None]
+    square = ScoreFunction(lambda score, b, h, i, j: -0.5 * score.square())
+    with by_pytorch():
+        assert failures(case_of((1, 1, 1, 20, 35, 16, 16), bias=bias, score_mod=square)) == []
 
 
 def pairs(rows: int, keys: int) -> torch.Tensor:

@@ -165,6 +165,14 @@ def by_key(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, weight: Te
     return score + weight[j, h]
 
 
+def squared(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return -0.5 * score.square()  # -inf of -inf, with an infinite derivative
+
+
+def weighted_square(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, weight: Tensor) -> Tensor:
+    return -torch.abs(weight[h]) * score.square()
+
+
 TENSORS: dict[Any, tuple[tuple[int, ...], ...]] = {
     tempered_table: ((4,), (4, 17)),
     batch_offset_where_even: ((1, 4),),
@@ -175,6 +183,8 @@ TENSORS: dict[Any, tuple[tuple[int, ...], ...]] = {
     distance_table: ((4, 17),),
     relative_position: ((4,),),
     temperature: ((4,),),
+    squared: (),
+    weighted_square: ((4,),),
 }
 
 
@@ -200,6 +210,15 @@ def test_hidden_pairs_may_be_undefined() -> None:
             assert_right(case)
     for name, x in results[0].items():
         assert torch.equal(x, results[1][name]), name
+
+
+@pytest.mark.parametrize("seqlen_k", [9, 40])  # of one kernel for all gradients, or several
+@pytest.mark.parametrize("fn", [squared, weighted_square], ids=lambda fn: fn.__name__)
+def test_a_row_of_minus_infinity_alone_passes_no_gradient(fn: Any, seqlen_k: int) -> None:
+    """Not 0 times an infinite derivative, by the score or by a captured tensor."""
+    bias = torch.zeros(1, 1, 7, seqlen_k)
+    bias[0, 0, 1] = -torch.inf
+    assert_right(dense_case(batch=1, num_heads_q=4, seqlen_k=seqlen_k, bias=bias, score_mod=score_function(fn)))
 
 
 def test_after_every_other_feature() -> None:

@@ -56,8 +56,12 @@ def forward(x: Sequence) -> Forward:
     if x.score_fn is not None:
         s = s.where(visible, 0.0)  # NaN in a hidden key must not get into derivatives
         modification = ScoreModification(x.score_fn, x.score_tensors, s, x.batch)
-        magnitude = magnitude + (modification.score - s).abs()
-        s = modification.score
+        score = modification.score
+        some = (visible & (score != -INF)).any(2, keepdim=True)
+        if not some.all():  # no gradient passes through a row of -inf alone, nor 0 * inf
+            modification = ScoreModification(x.score_fn, x.score_tensors, s.where(some, 0.0), x.batch)
+        magnitude = magnitude + (score - s).abs()
+        s = score
     s = s.where(visible, -INF)
 
     lse = log_sum_exp(torch.cat([s, sink_column(x)], dim=2))

@@ -190,7 +190,7 @@ def gradient_kernel(
             keep = keep_mask(params.dropout, row.info.stream, row.rows, first_key, WIDTH)
             p_kept = tl.where(keep, p_i, 0.0)
             dp_i = tl.where(keep, dp_i * params.dropout.keep_scale, 0.0)
-        ds_i = scores.unmodified(p_i * (dp_i - delta_i[:, None]), score, params)
+        ds_i = scores.unmodified(p_i * (dp_i - delta_i[:, None]), score, lse_i[:, None], params)
         if dslopes.data is not None:
             dslope_i -= tl.sum(tl.where(shown, ds_i, 0.0) * scores.distance(row.info, row.rows, key), 1)
         # Hidden scores may be NaN, and beyond the last key they are whatever was in memory.

@@ -78,7 +78,7 @@ def score_gradient(
         keep = keep_mask(params.dropout, info.stream, rows, first_key, CONFIG.BLOCK_N)
         p_kept = tl.where(keep, p, 0.0)
         dp = tl.where(keep, dp * params.dropout.keep_scale, 0.0)
-    ds = scores.unmodified(p * (dp - delta_i), s, params)
+    ds = scores.unmodified(p * (dp - delta_i), s, lse_i, params)
     # Also where a row's delta is NaN.
     ds = mask_fill(ds, 0.0, bounds, params, info, rows, keys, keys_exist, MASKED, CONFIG.PAGE_SIZE == 0)
     p_kept = mask_fill(p_kept, 0.0, bounds, params, info, rows, keys, keys_exist, MASKED, CONFIG.PAGE_SIZE == 0)
@@ -114,7 +114,7 @@ def transposed_gradient(
         keep = tl.trans(keep_mask(params.dropout, info.stream, row[:, None], first_key, CONFIG.BLOCK_N))
         p_kept = tl.where(keep, p, 0.0)
         dp = tl.where(keep, dp * params.dropout.keep_scale, 0.0)
-    ds = scores.unmodified(p * (dp - delta_i[None, :]), s, params)
+    ds = scores.unmodified(p * (dp - delta_i[None, :]), s, lse_i[None, :], params)
     if visible is not None:
         ds = tl.where(visible, ds, 0.0)  # not 0 * NaN, where a row's delta is NaN
     return ScoreGradient(p_kept, ds, s)

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from .functions import fast_tanh, tanh
 from .rows import elements
+from .softmax import INFINITY
 
 
 class Score(NamedTuple):
@@ -117,10 +118,12 @@ def modify(t, params, info, rows, keys):
 
 
 @triton.jit
-def unmodified(ds, score, params):
-    """The gradient of the score before score_mod, from that of the final one. Of a hidden pair it may be NaN."""
+def unmodified(ds, score, lse, params):
+    """The gradient of the score before score_mod, from that of the final one. Of a hidden pair it may be NaN. Rows
+    whose scores are all -inf have an infinite lse in backward: their gradient is 0, and not 0 times the derivative.
+    """
     if params.scores.score_mod is not None:
-        ds = ds * score.modified[1]
+        ds = tl.where(lse == INFINITY, 0.0, ds * score.modified[1])
     return ds
 
 
