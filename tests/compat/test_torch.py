@@ -1,5 +1,6 @@
 """PyTorch's names, against PyTorch: the functions, and PyTorch's own functions while flashtile is active."""
 
+import functools
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -263,6 +264,16 @@ def test_activation_is_undone() -> None:
     torch.nn.attention._registry._FLASH_ATTENTION_IMPLS.pop("other")
 
 
+def test_activation_repeats_where_a_second_kernel_from_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by PyTorch 2.11."""
+    skip_without_registry()
+    impl = functools.partialmethod(torch.library.Library.impl, allow_override=False)
+    monkeypatch.setattr(torch.library.Library, "impl", impl)
+    for _ in range(2):
+        with names.activate():
+            pass
+
+
 CUDNN_FIRST = [3, 1, 2, 0, 4]
 
 
@@ -295,6 +306,34 @@ def test_flash_attention_comes_first_while_active(priority: Any) -> None:
         assert get()[0] == 1
         put(CUDNN_FIRST)  # the program's own
     assert get() == CUDNN_FIRST
+
+
+@pytest.mark.parametrize("successes", [0, 1, 3])
+def test_a_failed_activation_changes_nothing(
+    successes: int, priority: Any, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get, put = priority
+    put(CUDNN_FIRST)
+    attention, other, x = torch.nn.attention, mock.Mock(), randn(2, H, L, E)
+    monkeypatch.setitem(attention._registry._FLASH_ATTENTION_IMPLS, "other", lambda: other)
+    attention.activate_flash_attention_impl("other")
+    impl, results = torch.library.Library.impl, iter([True] * successes)
+
+    def failing(*given: Any) -> None:
+        if not next(results, False):
+            raise RuntimeError("refused")
+        impl(*given)
+
+    with mock.patch.object(torch.library.Library, "impl", failing), pytest.raises(RuntimeError, match="refused"):
+        names.activate()
+    assert attention.current_flash_attention_impl() == "other"
+    attention.restore_flash_attention_impl()
+    assert get() == CUDNN_FIRST
+    native(x, x, x)
+    assert calls == []
+    with names.activate():
+        native(x, x, x)
+    assert len(calls) == 1
 
 
 def test_a_torch_without_an_order_is_left_as_it_is(priority: Any) -> None:

@@ -25,11 +25,12 @@ EXAMPLE = "flashtile.compat.torch.scaled_dot_product_attention(query, key, value
 HAS_REGISTRY = hasattr(registry, "restore_flash_attention_impl")  # from PyTorch 2.11 on; 2.10 cannot undo one
 
 
-# Backward operators that PyTorch has no kernel for on a device: they stay, so that backward may come after `restore`.
-lasting = {key: Library("aten", "IMPL", key) for key in kernels.OPERATORS}
+# Backward operators that PyTorch has no kernel for on a device, by name and key: they stay, so that backward may come
+# after `restore`. Each is registered once, as PyTorch 2.11 and 2.12 refuse a second kernel from Python.
+lasting: dict[tuple[str, str], Library] = {}
 
 
-def without_dropout(function: Callable[..., Any], name: str, key: str) -> Callable[..., Any]:
+def without_dropout(name: str, key: str) -> Callable[..., Any]:
     """A kernel that leaves calls with dropout to PyTorch's own. Backward may run after `restore`, a recomputed forward
     pass too, and neither would repeat a mask of flashtile's.
     """
@@ -40,7 +41,7 @@ def without_dropout(function: Callable[..., Any], name: str, key: str) -> Callab
     def run(*args: Any, **kwargs: Any) -> Any:
         if len(args) <= place or args[place] == 0:  # the dispatcher omits defaults
             with counting.in_place_of(operator) if counting.opened else nullcontext():
-                return function(*args, **kwargs)
+                return kernels.OPERATORS[key][name](*args, **kwargs)
         if theirs is None:
             accepted = "0 while flashtile is active, where PyTorch has no kernel to draw its dropout mask"
             refuse("dropout_p", args[place], accepted, EXAMPLE)
@@ -58,18 +59,28 @@ class Kernels:
     """
 
     def __init__(self) -> None:
-        self.libraries = []
+        self.libraries: list[Library] = []
         self.priority = FlashFirst()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-            for key, operators in kernels.OPERATORS.items():
-                library = Library("aten", "IMPL", key)
-                self.libraries.append(library)
-                for name, function in operators.items():
-                    if not hasattr(torch.ops.aten, name):  # older versions have fewer
-                        continue
-                    lasts = name.endswith("_backward") and not private_torch.has_kernel(f"aten::{name}", key)
-                    (lasting[key] if lasts else library).impl(name, without_dropout(function, name, key), key)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+                for key, operators in kernels.OPERATORS.items():
+                    self.libraries.append(Library("aten", "IMPL", key))
+                    for name in operators:
+                        if hasattr(torch.ops.aten, name):  # older versions have fewer
+                            self.register(name, key)
+        except BaseException:
+            self.remove()
+            raise
+
+    def register(self, name: str, key: str) -> None:
+        if (name, key) in lasting:
+            return
+        lasts = name.endswith("_backward") and not private_torch.has_kernel(f"aten::{name}", key)
+        library = Library("aten", "IMPL", key) if lasts else self.libraries[-1]
+        library.impl(name, without_dropout(name, key), key)
+        if lasts:
+            lasting[name, key] = library
 
     def remove(self) -> None:
         self.priority.undo()
@@ -110,7 +121,12 @@ def activate() -> Activation:
         )
     before = registry.current_flash_attention_impl()
     if before != NAME:
-        registry.activate_flash_attention_impl(NAME)
+        try:
+            registry.activate_flash_attention_impl(NAME)
+        except BaseException:
+            if before is not None:
+                registry.activate_flash_attention_impl(before)
+            raise
     return Activation(None if before == NAME else before)
 
 
