@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
@@ -13,7 +14,7 @@ from gluon_emulation.backend import FOLDER, copy_with_mistake, emulated
 from gluon_emulation.machine import EmulationError
 from hopper_score_mods import MASK_VARIANTS, PROBLEMS, expected, mask_case, score_mod_case
 
-from flashtile.testing.case import Case
+from flashtile.testing.case import Case, ScoreFunction
 from flashtile.testing.poison import poisoned_allocation
 from flashtile.testing.tolerance import compare
 
@@ -46,6 +47,17 @@ def test_random_problems_are_within_the_bound(problem: str) -> None:
 def test_blocks_far_from_the_diagonal(problem: str) -> None:
     """On both sides of it."""
     assert wrong(case_of(problem, FAR)) == []
+
+
+@pytest.mark.parametrize("width", [64, 256])  # of one kernel for all gradients, or one for dq
+def test_a_row_of_minus_infinity_alone_passes_no_gradient(width: int) -> None:
+    """Not 0 times the infinite derivative of a score_mod."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 1, 130, width, generator=generator).bfloat16() for _ in range(4))
+    bias = torch.where(torch.arange(130)[:, None] == 1, -torch.inf, torch.zeros(130, 130))[None, None]
+    square = ScoreFunction(lambda score, b, h, i, j: -0.5 * score.square())
+    arguments = {"q": q, "k": k, "v": v, "bias": bias, "score_mod": square}
+    assert wrong(Case("attention", arguments, dout, constant=("bias",))) == []
 
 
 class Bug(NamedTuple):

@@ -98,8 +98,9 @@ def derivative(p, score, params, SCORE_MOD: gl.constexpr):
     """
     if SCORE_MOD is not None:
         modified = p * score.modified[1]
-        # 0 * the derivative is NaN where that is.
-        p = modified if params.pairs.mask.data is None else gl.where(p == 0, 0.0, modified)
+        # 0 * the derivative is NaN where that is NaN or, at a score of -inf, infinite.
+        is_finite: gl.constexpr = SCORE_MOD.linear or params.pairs.bias.data is None
+        p = modified if is_finite and params.pairs.mask.data is None else gl.where(p == 0, 0.0, modified)
     if params.softcap is not None:
         p = p * (1 - score.tanh * score.tanh)
     return p
