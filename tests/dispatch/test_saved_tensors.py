@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from calls import dense_call, everything, paged_call, varlen_call
+from calls import HQ, SK, dense_call, everything, paged_call, varlen_call
 from test_operators import arguments_of_backward
 from torch import Tensor
 
 import flashtile
+from flashtile.call.call import DIFFERENTIABLE
 from flashtile.dispatch.operators import OPERATORS
 from flashtile.errors import ArgumentError
 
@@ -56,6 +57,48 @@ def test_results_that_do_not_fit(call: Any, argument: int, change: str) -> None:
     arguments[argument] = CHANGES[change](arguments[argument])
     with pytest.raises(ArgumentError, match=f"`{('out', 'lse', 'dout', 'dlse')[argument - 1]}` is a tensor"):
         operator(*arguments)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "tiled", "reference"])
+@pytest.mark.parametrize("call", CALLS[:1] + CALLS[2:], ids=lambda call: call.layout)
+def test_gradients_of_what_is_absent(call: Any, backend: str) -> None:
+    operator = OPERATORS["dense" if call.layout == "dense" else "varlen"].backward
+    call = call._replace(settings=call.settings._replace(backend=backend))
+    needs, *rest = arguments_of_backward(call)
+    for n, name in enumerate(DIFFERENTIABLE[3:], 3):
+        with pytest.raises(ArgumentError, match=rf"`{name}` is NoneType None.*\n.*needs\[{n}\] requests its gradient"):
+            operator([*needs[:n], True, *needs[n + 1 :]], *rest)
+    for wrong in (needs[:-1], [*needs, False]):
+        with pytest.raises(ArgumentError, match=f"{len(needs)} bools, for q, k, v, bias, alibi_slopes, sinks"):
+            operator(wrong, *rest)
+
+
+def test_gradients_of_what_has_none() -> None:
+    """Integers that a score_mod reads, and all that a mask reads."""
+    shift = flashtile.ScoreMod(lambda s, b, h, i, j, x: s + x[h], (torch.arange(HQ),))
+    late = flashtile.MaskMod(lambda b, h, i, j, x: i >= x[j], (torch.zeros(SK),))
+    call = dense_call(score_mod=shift, mask=late)
+    needs, *rest = arguments_of_backward(call, [True] * 3 + [False] * 5)
+    for n, name in ((6, r"score_mod.tensors\[0\]"), (7, r"mask.tensors\[0\]")):
+        with pytest.raises(ArgumentError, match=rf"`{name}` is a tensor.*\n.*needs\[{n}\]"):
+            OPERATORS["dense"].backward([*needs[:n], True, *needs[n + 1 :]], *rest)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "tiled"])
+def test_settings_of_absent_tensors(backend: str) -> None:
+    for argument, settings, captured in (
+        ("dropout_seed", {"dropout_p": 0.5}, ()),
+        ("score_mod.tensors", {}, (torch.zeros(1),)),
+        ("score_mod.tensors", {"num_mask_tensors": 1}, ()),
+        ("mask.tensors", {"num_mask_tensors": 1}, (torch.zeros(1),)),
+        ("score_mod.tensors", {"num_mask_tensors": -1}, ()),
+    ):
+        call = dense_call()
+        tensors = call.tensors._replace(score_mod_tensors=captured)
+        call = call._replace(tensors=tensors, settings=call.settings._replace(backend=backend, **settings))
+        with pytest.raises(ArgumentError) as found:
+            OPERATORS["dense"].forward(*OPERATORS["dense"].arguments(call))
+        assert found.value.argument == argument
 
 
 def test_operators_with_random_mistakes() -> None:

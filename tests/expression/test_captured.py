@@ -11,7 +11,6 @@ import flashtile
 from flashtile import ArgumentError, BlockMask, MaskMod, ScoreMod
 from flashtile.call.call import Call, Settings, Tensors
 from flashtile.dispatch.operators import OPERATORS
-from flashtile.expression import varying
 
 Q, K, V = (torch.randn(1, 4, 9, 8) for _ in range(3))
 
@@ -170,25 +169,3 @@ def test_a_function_of_whole_tensors_in_a_graph() -> None:
                 w.add_(0.5)
     with pytest.raises(RuntimeError, match="computes from whole tensors"):
         torch.compile(lambda q: flashtile.attention(q, K, V, score_mod=whole), backend="eager", fullgraph=True)(Q)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_numbers_that_change_are_data(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A temperature that falls with each step compiles a few kernels, then none."""
-    q, k, v = (x.to(dtype) for x in (Q, K, V))
-    keys = set()
-    monkeypatch.setattr(varying, "_seen", {})
-    for step in range(12):
-        factor = 1 / (1.1 + 0.1 * step)
-        scaled: Callable[..., Tensor] = lambda s, b, h, i, j, f=factor: torch.tanh(s * f) * 2.0  # noqa: E731
-        keys.add(ScoreMod.of(scaled, q).key)
-        found = flashtile.attention(q, k, v, score_mod=scaled)
-        expected = torch.softmax(torch.tanh(q @ k.mT * 8**-0.5 * factor) * 2, -1) @ v
-        torch.testing.assert_close(found, expected)
-    assert len(keys) == varying.FEW + 1
-    [last] = [x for x in keys if dtype_name(dtype) in x]
-    assert "2.0" in last  # which never changed
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

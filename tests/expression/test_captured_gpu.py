@@ -31,12 +31,27 @@ def test_a_converted_module() -> None:
 def test_numbers_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varying, "_seen", {})
     q, k, v = inputs(torch.bfloat16)
-    for step in range(varying.FEW + 3):
+    for step in range(4):
         factor = 1.3 + step
         scaled: Callable[..., Tensor] = lambda s, b, h, i, j, f=factor: torch.tanh(s / f) * 2.0  # noqa: E731
         out = flashtile.attention(q, k, v, score_mod=scaled)
         expected = flashtile.attention(q, k, v, score_mod=scaled, backend="tiled")
         torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_integers_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varying, "_seen", {})
+    q, k, v = (x.requires_grad_() for x in inputs(torch.bfloat16))
+    for n in range(3):
+        shifted: Callable[..., Tensor] = lambda s, b, h, i, j, n=n: torch.where(3 * i - j > 20 + n, s, 0.5 * s)  # noqa: E731
+        visible: Callable[..., Tensor] = lambda b, h, i, j, n=n: (j < 60 - n) & (i - j <= 33 + n)  # noqa: E731
+        results = []
+        for backend in ("auto", "triton", "tiled"):
+            out = flashtile.attention(q, k, v, score_mod=shifted, mask=visible, backend=backend)
+            results.append((out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))))
+        for found in results[:2]:
+            for x, expected in zip(found, results[2], strict=True):
+                torch.testing.assert_close(x, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_a_row_of_minus_infinity_alone() -> None:

@@ -43,8 +43,23 @@ def planned_for_an_archive() -> Iterator[None]:
 
 @functools.cache
 def standard_keys() -> frozenset[tuple[str, str]]:
-    """Kernels and keys of the standard set."""
-    return frozenset((x.kernel.title, key_of_launch(x)) for call in standard_calls() for x in launches(call, H200))
+    """Kernels and keys of the standard set, without float16, whose calls are those of bfloat16."""
+    calls = [call for call in standard_calls() if dtype_of(call) is not torch.float16]
+    return frozenset((x.kernel.title, key_of_launch(x)) for call in calls for x in launches(call, H200))
+
+
+def dtype_of(call: StandardCall) -> torch.dtype:
+    return call.arguments["q"].dtype  # type: ignore[no-any-return]
+
+
+def test_calls_of_both_half_precisions() -> None:
+    """Are as many, and have the same kernels, compiled for each."""
+    halves = [[x for x in standard_calls() if dtype_of(x) is dtype] for dtype in (torch.bfloat16, torch.float16)]
+    assert len(halves[0]) == len(halves[1]) > 1000
+    for first, second in list(zip(*halves, strict=True))[::97]:
+        made = [launches(call, H200) for call in (first, second)]
+        assert [x.kernel.title for x in made[0]] == [x.kernel.title for x in made[1]]
+        assert {*map(key_of_launch, made[0])} != {*map(key_of_launch, made[1])}
 
 
 def is_covered(call: StandardCall) -> bool:

@@ -44,38 +44,52 @@ LAYERS = (
     ("compat",),
     ("integrations",),
 )
+BACKENDS = ("hopper", "triton")  # of GPUs
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True)
 
 
-def test_import_loads_nothing_heavy() -> None:
-    code = "import sys, torch; before = set(sys.modules); import flashtile; print(*(set(sys.modules) - before)); "
-    loaded = python(
-        "-c", code + "flashtile.nn.Attention, flashtile.compat.install"
-    ).stdout.split()  # at their first use
-    assert "flashtile.api.attention" in loaded
-    assert not {name for name in loaded if name in HEAVY or name.split(".")[0] in HEAVY}
+@pytest.fixture(scope="module")
+def loaded() -> list[set[str]]:
+    """Modules of a process: what `import flashtile` loads, and all after the host code of GPU backends has been
+    imported, without backward and with it.
+    """
+    entries = ", ".join(f"flashtile.backend.{backend}.entry" for backend in BACKENDS)
+    code = f"""
+import sys, torch
+before = set(sys.modules)
+import flashtile
+print(*(set(sys.modules) - before))
+flashtile.nn.Attention, flashtile.compat.install  # at their first use
+import {entries}
+print(*sys.modules)
+[x.backward for x in ({entries})]
+print(*sys.modules)"""
+    return [set(line.split()) for line in python("-c", code).stdout.splitlines()]
+
+
+def test_import_loads_nothing_heavy(loaded: list[set[str]]) -> None:
+    names, _, _ = loaded
+    assert "flashtile.api.attention" in names
+    assert not {name for name in names if name in HEAVY or name.split(".")[0] in HEAVY}
     outer = ("flashtile.testing", "flashtile.cli", "flashtile.bench", "flashtile.report", "flashtile.compat")
     outer += ("flashtile.integrations", "flashtile.nn", "flashtile.distributed")
-    assert not {name for name in loaded if name.startswith(outer)}
+    assert not {name for name in names if name.startswith(outer)}
     assert not {
         name
-        for name in loaded
+        for name in names
         if name.startswith("flashtile.backend.") and (name.endswith(".entry") or ".kernels" in name)
     }
 
 
-def test_host_code_loads_no_kernels() -> None:
+def test_host_code_loads_no_kernels(loaded: list[set[str]]) -> None:
     """They import Triton, which only a kernel that has to be compiled needs. A forward pass loads no host code of
     backward.
     """
-    backends = "hopper", "triton"
-    entries = ", ".join(f"flashtile.backend.{backend}.entry" for backend in backends)
-    code = f"import sys, {entries}; print(*sys.modules); [x.backward for x in ({entries})]; print(*sys.modules)"
-    forward, both = (set(line.split()) for line in python("-c", code).stdout.splitlines())
-    for backend in backends:
+    _, forward, both = loaded
+    for backend in BACKENDS:
         package = f"flashtile.backend.{backend}."
         assert not {name for name in forward if name.startswith(package) and "backward" in name}
         assert {f"{package}entry", f"{package}host_backward"} <= both

@@ -66,7 +66,7 @@ def normalize(
     q, entry = tensors["q"], None
     if (
         not torch.compiler.is_compiling()
-        and (functions := traced_functions(score_mod, mask_mod)) is not None
+        and (functions := traced_functions(score_mod, mask_mod, q)) is not None
         and is_plain_eager(*tensors.values(), *of_cache, *functions.tensors)
         and q is not None
         and q.dim() > 0
@@ -200,7 +200,7 @@ class TracedFunctions(NamedTuple):
 NO_FUNCTIONS = TracedFunctions((), ())
 
 
-def traced_functions(score_mod: Any, mask_mod: Any) -> TracedFunctions | None:
+def traced_functions(score_mod: Any, mask_mod: Any, q: Any) -> TracedFunctions | None:
     """The functions of a call, traced before it; `None` if one is traced in each call, or cannot be."""
     if score_mod is None and mask_mod is None:
         return NO_FUNCTIONS
@@ -209,7 +209,8 @@ def traced_functions(score_mod: Any, mask_mod: Any) -> TracedFunctions | None:
     for kind, modifier in ((ScoreMod, score_mod), (MaskMod, mask_mod)):
         if modifier is None:
             keys.append(None)
-        elif isinstance(modifier, kind) and modifier.traced:
+        elif isinstance(modifier, kind) and modifier.traced and isinstance(q, Tensor):
+            modifier = modifier.in_call(q)
             keys.append(modifier.call_key)
             tensors += modifier.tensors if kind is ScoreMod else constants(modifier.tensors)
         else:
@@ -262,7 +263,7 @@ def modifier_of(kind: type[Modifier], value: Any, q: Tensor) -> Modifier:
     if isinstance(value, kind) and not value.each_call:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # what it reads may have changed since
             value.reject_undeclared_gradients(q.device)
-        return value
+        return value if torch.compiler.is_compiling() else value.in_call(q)
     if torch.compiler.is_compiling():
         role = kind.role
         example = (

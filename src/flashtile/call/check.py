@@ -131,9 +131,12 @@ def broadcasts(call: Call, batch: int, seqlen_q: int, seqlen_k: int) -> None:
             fail(name, x, f"four dimensions [B, H, Sq, Sk] = {list(full)}, each of which may be 1", pairs)
         if not pairs and tuple(x.shape) not in sizes:
             fail(name, x, "shape " + " or ".join(str(list(size)) for size in sizes), pairs)
-    if t.dropout_seed is not None and (t.dropout_seed.dtype != torch.int64 or t.dropout_seed.numel() != 1):
+    seed = t.dropout_seed
+    if (seed is None and call.settings.dropout_p > 0) or (
+        seed is not None and (seed.dtype != torch.int64 or seed.numel() != 1)
+    ):
         accepted = f"an int, or an int64 tensor of one element on {t.q.device}"
-        raise ArgumentError("dropout_seed", t.dropout_seed, accepted, example)
+        raise ArgumentError("dropout_seed", seed, accepted, example)
 
 
 def varlen_bounds(call: Call) -> tuple[int, int, int]:
@@ -237,6 +240,15 @@ def pages(table: Tensor, lengths: list[int], num_pages: int, page_size: int, exa
             if not 0 <= page < num_pages:
                 accepted = f"entries of 0 to {num_pages - 1}; sequence {b} uses {page}"
                 raise ArgumentError("page_table", table, accepted, example)
+
+
+def functions(call: Call) -> None:
+    """Whether there is a function for each captured tensor."""
+    s, num_mask = call.settings, call.settings.num_mask_tensors
+    for name, key, number in (("score_mod", s.score_mod, call.num_score_tensors), ("mask", s.mask_mod, num_mask)):
+        if number < 0 or (key is None and number > 0):
+            accepted = "a number of tensors from 0" if key is not None else f"none without a {name} function"
+            raise ArgumentError(f"{name}.tensors", number, accepted, EXAMPLES[call.layout])
 
 
 def captured(call: Call, formula: Formula, batch: int, seqlens: tuple[int, int]) -> None:

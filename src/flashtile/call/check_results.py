@@ -2,13 +2,38 @@
 operators themselves.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from .call import Call, lse_shape, row_stats_shape
-from .check import EXAMPLES, memory
+from .call import DIFFERENTIABLE, Call, Needs, differentiable_positions, lse_shape, row_stats_shape
+from .check import EXAMPLES, memory, name_of_captured
 from .problem import accumulation_dtype
+
+
+def check_needs(call: Call, needs: Sequence[bool]) -> Needs:
+    """The requested gradients, a bool for each differentiable tensor.
+
+    Raises:
+        ArgumentError: they are of another number, or one is requested of an absent tensor, of a tensor of integers, or
+            of one that a mask function reads.
+    """
+    flat, first_of_mask = call.tensors.flat(), len(DIFFERENTIABLE) + call.num_score_tensors
+    captured = [name_of_captured(call, n) for n in range(len(call.tensors.score_mod_tensors))]
+    names, example = (*DIFFERENTIABLE, *captured), EXAMPLES[call.layout]
+    if len(needs) != len(names):
+        raise ArgumentError("needs", list(needs), f"{len(names)} bools, for {', '.join(names)}", example)
+    for n, (name, position) in enumerate(zip(names, differentiable_positions(len(flat)), strict=True)):
+        x = flat[position]
+        if needs[n] and (x is None or not x.is_floating_point() or n >= first_of_mask):
+            accepted = (
+                f"a tensor of real numbers, as needs[{n}] requests its gradient; needs[{n}]=False of one that is "
+                "absent, has integers or belongs to a mask"
+            )
+            raise ArgumentError(name, x, accepted, example)
+    return Needs.from_flat(needs)
 
 
 def check_results(call: Call, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> None:

@@ -106,6 +106,7 @@ class Problem:
         for formula in (score_mod, mask_mod):
             if isinstance(formula, Formula):
                 check.captured(call, formula, batch, (seqlen_q, seqlen_k) if layout == "dense" else (0, 0))
+        check.functions(call)
         return cls(
             layout=layout,
             dtype=t.q.dtype,

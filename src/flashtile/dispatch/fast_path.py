@@ -18,7 +18,7 @@ from ..backend.cpu.support import VECTORS_VARIABLE
 from ..backend.replays import Recording
 from ..call import check, counting, device
 from ..call.call import Call, Needs, Settings, differentiable_positions
-from ..call.check_results import check_results
+from ..call.check_results import check_needs, check_results
 from ..call.memory import Layouts, layout_key
 from ..call.plan import Plan
 from ..expression import is_local
@@ -187,7 +187,7 @@ def backward(
         recorded = Pass(layouts)
         known.setdefault(key, []).append(recorded)
     if recorded.replay is None:
-        requested = Needs.from_flat(needs)
+        requested = check_needs(call, needs)
         gradients = recorded.run(call, "backward", inside, requested, requested, *results).flat()
     else:
         with inside(call):

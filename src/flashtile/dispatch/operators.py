@@ -21,7 +21,6 @@ from ..call.call import (
     TENSORS,
     Call,
     Gradients,
-    Needs,
     Settings,
     Tensors,
     differentiable_positions,
@@ -30,7 +29,7 @@ from ..call.call import (
     row_stats_shape,
     split_row_stats,
 )
-from ..call.check_results import check_results
+from ..call.check_results import check_needs, check_results
 from ..call.eager import in_forward_mode, is_plain_eager
 from ..call.features import Field
 from ..call.numbers import of_program
@@ -171,6 +170,7 @@ class Operators:
         self, needs: list[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, *arguments: Any
     ) -> tuple[Any, ...]:
         call = self.call(arguments)
+        check_needs(call, needs)
         flat = call.tensors.flat()
         empty = []
         for n, needed in zip(differentiable_positions(len(flat)), needs, strict=True):
@@ -209,7 +209,7 @@ def run_backward(
     results = (out, lse, dout, dlse)
     gradients = None if call.entry is None else fast_path.backward(call, inside_operator, needs, results)
     if gradients is None:
-        requested, call = Needs.from_flat(needs), call.with_own_indices()
+        requested, call = check_needs(call, needs), call.with_own_indices()
         chosen = plan_call(call, needs=requested)
         check_results(call, out, lse, dout, dlse)
         with inside_operator(call):

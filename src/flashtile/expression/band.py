@@ -61,23 +61,30 @@ def split_key(key: str) -> tuple[int | None, int | None, str | None] | None:
 
 def split_formula(formula: Formula) -> tuple[Band, Formula | None]:
     """The band of a formula, and the formula of its other conditions."""
+    bands = bands_of(formula)
+    if not bands:
+        return NO_BAND, formula
+    rest = [n for n in conditions(formula) if n not in bands]
+    return functools.reduce(Band.both, bands.values(), NO_BAND), joined(formula, rest) if rest else None
+
+
+def conditions(formula: Formula) -> list[int]:
+    """The conditions of a mask's conjunction."""
+    return flattened(formula.program.instructions, formula.program.outputs[0])
+
+
+def bands_of(formula: Formula) -> dict[int, Band]:
+    """The bands of a formula, by the conditions that they are."""
     instructions = formula.program.instructions
     forms: dict[int, Linear] = {}
     for n, x in enumerate(instructions):
         if (form := linear_form(x, forms)) is not None:
             forms[n] = form
-    bands: dict[int, Band] = {}
-    rest = []
-    for n in flattened(instructions, formula.program.outputs[0]):
-        found = band_of(instructions, n, forms)
-        if found is None:
-            rest.append(n)
-        else:
-            bands[n] = found
+    found = {n: band_of(instructions, n, forms) for n in conditions(formula)}
+    bands = {n: band for n, band in found.items() if band is not None}
     # What reads the same distance is hidden or shown in blocks by both together (`blocks.analysis`).
-    if read_of_pairs(formula, bands) & read_of_pairs(formula, rest):
-        return NO_BAND, formula
-    return functools.reduce(Band.both, bands.values(), NO_BAND), joined(formula, rest) if rest else None
+    shared = read_of_pairs(formula, bands) & read_of_pairs(formula, found.keys() - bands.keys())
+    return {} if shared else bands
 
 
 def read_of_pairs(formula: Formula, conditions: Iterable[int]) -> set[int]:

@@ -62,6 +62,18 @@ class Builder:
             nodes.append(self.add(x._replace(operands=tuple(nodes[n].n for n in x.operands))))
         return [nodes[n] for n in program.outputs]
 
+    def again(self, x: Instruction, operands: list[Node]) -> Node:
+        """An instruction of a program on results of this builder, whose ranges tell how wide its integers are."""
+        match x.op:
+            case "constant" | "input" | "size" | "load":
+                return self.add(x._replace(operands=tuple(y.n for y in operands)))
+            case "cast":
+                integers = x.kind in INTEGERS and operands[0].kind in INTEGERS
+                return operands[0] if integers else self.cast(operands[0], x.kind)
+            case "round":
+                return self.round(operands[0], x.value)
+        return self.op(x.op, *operands)
+
     # Leaves -----------------------------------------------------------------------------------------------------------
 
     def constant(self, value: float | int | bool) -> Node:

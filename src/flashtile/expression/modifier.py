@@ -15,9 +15,9 @@ from ..errors import ArgumentError
 from . import registry
 from .content import cells_of, content_of, found_by_name
 from .formula import PREFIX, Formula, Untraced, formula_of
-from .purity import Role, examine, sample
+from .purity import MASK_MOD, SCORE_MOD, Role, examine, sample
 from .retyped import key_for, types_of
-from .varying import with_arguments
+from .varying import Numbers, with_arguments
 
 
 class Modifier:
@@ -107,8 +107,8 @@ class Modifier:
         return made.of_call(q)
 
     def of_call(self, q: Tensor | None) -> Self:
-        """The modifier of one call, for which its function is traced. Numbers of a score_mod that change from call to
-        call are among its tensors, where those of the call have the device and dtype of `q`.
+        """The modifier of one call, for which its function is traced; those of the call have the device and dtype of
+        `q`.
         """
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__, each_call=False)
@@ -119,11 +119,22 @@ class Modifier:
             captured = [n for n, value in enumerate(cells) if isinstance(value, Tensor)]
             if captured:
                 made.fn, made.tensors = _Lifted(fn, captured, self.role), tuple(cells[n] for n in captured)
-        elif not isinstance(traced, Untraced) and q is not None and not self.role.hides:
-            dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
-            formula, numbers = with_arguments(traced[0], str(dtype).removeprefix("torch."))
-            traced = formula, [*traced[1], *(torch.full((), x, dtype=dtype, device=q.device) for x in numbers)]
+        if not isinstance(traced, Untraced) and q is not None:
+            found, numbers = with_arguments(traced[0], dtype_of_reals(q))
+            traced = found, [*traced[1], *as_tensors(found, numbers, q)]
         made._take(traced)
+        return made
+
+    def in_call(self, q: Tensor) -> Self:
+        """The modifier of a call with `q`: numbers that differ from an earlier modifier's are among its tensors."""
+        if not self.traced:
+            return self
+        found, numbers = _with_arguments(self.current_key, self.role.hides, dtype_of_reals(q))
+        if not numbers:
+            return self
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        made._take((found, [*self.tensors, *as_tensors(found, numbers, q)]))
         return made
 
     def reject_undeclared_gradients(self, device: torch.device) -> None:
@@ -180,6 +191,25 @@ class Modifier:
 
     def __repr__(self) -> str:
         return f"{self.role.owner}({'; '.join(str(self).splitlines())})"
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_arguments(key: str, hides: bool, reals: str) -> tuple[Formula, Numbers]:
+    formula = registry.formula_of(key, MASK_MOD if hides else SCORE_MOD)
+    assert isinstance(formula, Formula)
+    return with_arguments(formula, reals)
+
+
+def dtype_of_reals(q: Tensor) -> str:
+    return "float64" if q.dtype is torch.float64 else "float32"
+
+
+def as_tensors(formula: Formula, numbers: Numbers, q: Tensor) -> list[Tensor]:
+    """The values of a formula's last tensors on q's device: made in each call, on its stream and in its graph."""
+    types = formula.tensors[len(formula.tensors) - len(numbers) :]
+    return [
+        torch.full((), x, dtype=getattr(torch, of.dtype), device=q.device) for x, of in zip(numbers, types, strict=True)
+    ]
 
 
 def _of_formula(cls: type[Any], key: str, tensors: tuple[Tensor, ...]) -> Any:

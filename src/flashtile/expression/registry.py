@@ -44,13 +44,19 @@ MANY_FUNCTIONS = 1000
 
 
 def register(key: str, fn: Callable[..., Tensor], untraced: Untraced | None = None) -> None:
-    """Keep a function under its key; `untraced` is why it is no formula."""
+    """Keep a function under its key; `untraced` is why it is no formula. Of many, formulas go first, as their keys have
+    all of them.
+    """
     new = key not in _functions
+    if new and len(_functions) >= MANY_FUNCTIONS:
+        formulas = (name for name, x in [*_functions.items()] if isinstance(x.fn, Formula))
+        _functions.pop(next(formulas, ""), None)
     _functions[key] = Registered(fn, untraced)
-    if new and len(_functions) == MANY_FUNCTIONS:
+    if new and untraced is not None and len(_functions) == MANY_FUNCTIONS + 1:
         message = (
-            f"{MANY_FUNCTIONS} different score_mod and mask functions have been registered, and each stays in memory. "
-            "If a number in the closure changes from call to call, pass it as a tensor: ScoreMod(fn, (tensor,))."
+            f"{MANY_FUNCTIONS} score_mod and mask functions that cannot be traced have been registered, and each "
+            "stays in memory. If a number in the closure changes from call to call, pass it as a tensor: "
+            "ScoreMod(fn, (tensor,))."
         )
         warnings.warn(message, AttentionWarning, stacklevel=5)
 

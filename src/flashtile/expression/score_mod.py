@@ -26,12 +26,12 @@ class ScoreMod(Modifier):
 
     The function is traced once, on stand-ins, into a formula from which kernels are made: `str(score_mod)` shows it.
     A tensor that it finds in a closure, a global or an object becomes one of its `tensors`; a function that computes
-    from a whole one (`w.softmax(0)[h]`) is traced in each call. A number there is a constant of the formula: for one
-    that changes from call to call, pass a tensor. `tensors` that are converted, as by `module.to(dtype)`, are read in
-    their new dtype; they keep their kind of numbers and their dimensions. Reals are in the accumulation dtype; a
-    conversion rounds to float16 and bfloat16 only. An index below 0 counts from the end of a tensor; what is read
-    outside of it is NaN, or 0 of integers. A function that cannot be traced, as one that
-    branches on a value, runs in the backends of torch operations; `flashtile.explain` names the line.
+    from a whole one (`w.softmax(0)[h]`) is traced in each call. A number there is a constant of the formula; where an
+    earlier function had another number in its place, kernels get it as an argument. `tensors` that are converted, as by
+    `module.to(dtype)`, are read in their new dtype; they keep their kind of numbers and their dimensions. Reals are in
+    the accumulation dtype; a conversion rounds to float16 and bfloat16 only. An index below 0 counts from the end of a
+    tensor; what is read outside of it is NaN, or 0 of integers. A function that cannot be traced, as one that branches
+    on a value, runs in the backends of torch operations; `flashtile.explain` names the line.
 
     Under `torch.compile`, make the ScoreMod outside the compiled function. A program of `torch.export` contains the
     formula; of a function that cannot be traced it has the name and a digest, and a process that loads it has to make a

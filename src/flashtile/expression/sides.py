@@ -99,14 +99,7 @@ class SideBuilder(Builder):
 
     def again(self, x: Instruction, operands: list[Node]) -> Node:
         """An instruction of the formula on results of this builder."""
-        match x.op:
-            case "constant" | "input" | "size" | "load":
-                return self.add(x._replace(operands=tuple(y.n for y in operands)))
-            case "cast":
-                return self.known(self.cast(operands[0], x.kind))
-            case "round":
-                return self.round(operands[0], x.value)
-        return self.op(x.op, *operands)
+        return self.known(self.cast(operands[0], x.kind)) if x.op == "cast" else super().again(x, operands)
 
     def add(self, instruction: Instruction) -> Node:
         node = super().add(instruction)

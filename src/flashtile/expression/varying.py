@@ -1,53 +1,88 @@
-"""Numbers that change from call to call, as an annealed temperature in a closure: after a few values they are read as
-data, so that no further kernels are compiled for them.
+"""Numbers that change from call to call, as an annealed temperature or a document's length in a closure: from its
+second value on, a number is read as data, so that no further kernels are compiled for it.
 """
 
+import functools
 from typing import NamedTuple
 
+from .band import bands_of
+from .blocks.analysis import read_by
+from .builder import Builder, Node
 from .formula import Formula
-from .program import REAL, TensorType
+from .program import INTEGERS, REAL, Instruction, TensorType, number
+from .sides import reach_of
+from .tabulated import tabulated
 
-FEW = 4  # values of a function that are constants of kernels: those of several layers, say
 MOST = 1024  # functions
+
+Numbers = tuple[float | int, ...]
 
 
 class Seen(NamedTuple):
-    """What the real constants of a function have been."""
+    """What the numbers of a function have been."""
 
-    values: list[tuple[str, ...]]  # the first ones, which stay constants
-    varying: set[int]  # places of those that differed
-
-
-_seen: dict[Formula, Seen] = {}  # by the formula without its real constants
+    first: Formula  # whose numbers stay constants
+    varying: set[int]  # instructions of those that differed
 
 
-def with_arguments(formula: Formula, dtype: str) -> tuple[Formula, list[float]]:
-    """The formula with the constants that change as its last tensors, of a dtype and without dimensions; and their
-    values.
+_seen: dict[Formula, Seen] = {}  # by the formula without its numbers
+
+
+def with_arguments(formula: Formula, reals: str) -> tuple[Formula, Numbers]:
+    """The formula with the numbers that change as its last tensors, without dimensions, and their values. Those that
+    are real have the dtype `reals`.
+
+    The trace of each call gives the formula first, so a number that decides what a function does is in the rest of it.
     """
-    instructions = [*formula.program.instructions]
-    places = [n for n, x in enumerate(instructions) if x.op == "constant" and x.kind == REAL]
-    values = tuple(instructions[n].value for n in places)
-    if not places:
-        return formula, []
-    for n in places:
-        instructions[n] = instructions[n]._replace(value="")
-    without = formula._replace(program=formula.program._replace(instructions=tuple(instructions)))
-    if len(_seen) >= MOST and without not in _seen:
-        _seen.pop(next(iter(_seen)), None)
-    seen = _seen.setdefault(without, Seen([], set()))
-    if values in seen.values:
-        return formula, []
-    seen.varying.update(m for first in seen.values[:1] for m, x in enumerate(values) if x != first[m])
-    if len(seen.values) < FEW:
-        seen.values.append(values)
-        return formula, []
-    tensors, numbers = [*formula.tensors], []
-    for m, n in enumerate(places):
-        x = formula.program.instructions[n]
-        if m in seen.varying:
-            x = x._replace(op="load", value=len(tensors))
-            tensors.append(TensorType(dtype, 0))
-            numbers.append(float(values[m]))
-        instructions[n] = x
-    return Formula(formula.program._replace(instructions=tuple(instructions)), tuple(tensors)), numbers
+    instructions = formula.program.instructions
+    without = tuple([x._replace(value="") if is_number(x) else x for x in instructions])
+    key = formula._replace(program=formula.program._replace(instructions=without))
+    seen = _seen.get(key)
+    if seen is None:
+        if len(_seen) >= MOST:
+            _seen.pop(next(iter(_seen)), None)
+        seen = _seen.setdefault(key, Seen(formula, set()))
+    pairs = zip(instructions, seen.first.program.instructions, strict=True)
+    differ = {n for n, (x, y) in enumerate(pairs) if x.value != y.value}
+    if differ:
+        differ -= constants_of_kernels(seen.first)
+    if not differ:
+        return formula, ()
+    seen.varying.update(differ)
+    return replaced(formula, sorted(seen.varying), reals)
+
+
+def is_number(x: Instruction) -> bool:
+    return x.op == "constant" and x.kind in (REAL, *INTEGERS)
+
+
+@functools.lru_cache(maxsize=MOST)
+def constants_of_kernels(formula: Formula) -> frozenset[int]:
+    """Numbers that are worth more as constants: those of a band, which is no part of a kernel's code; those that divide
+    integers; and the integers of a score_mod that is simpler far from the diagonal because they are known.
+    """
+    instructions = formula.program.instructions
+    fixed = {x.operands[1] for x in instructions if x.op in ("floordiv", "mod")}
+    if formula.is_mask:
+        fixed.update(m for n in bands_of(formula) for m in read_by(instructions, n))
+        return frozenset(fixed)
+    integers = [n for n, x in enumerate(instructions) if x.op == "constant" and x.kind in INTEGERS]
+    other, _ = replaced(formula, integers, "float32")
+    if reach_of(other) != reach_of(formula) or (tabulated(other) is None) != (tabulated(formula) is None):
+        fixed.update(integers)
+    return frozenset(fixed)
+
+
+def replaced(formula: Formula, places: list[int], reals: str) -> tuple[Formula, Numbers]:
+    """The formula that reads some of its constants from tensors. Its integers may need more bits then."""
+    instructions = formula.program.instructions
+    types = [TensorType(reals if instructions[n].kind == REAL else instructions[n].kind, 0) for n in places]
+    builder = Builder((*formula.tensors, *types))
+    nodes: list[Node] = []
+    for n, x in enumerate(instructions):
+        if n in places:
+            nodes.append(builder.load(len(formula.tensors) + places.index(n), []))
+        else:
+            nodes.append(builder.again(x, [nodes[m] for m in x.operands]))
+    program = builder.program(*(nodes[n] for n in formula.program.outputs))
+    return Formula(program, tuple(builder.tensors)), tuple(number(instructions[n]) for n in places)

@@ -18,7 +18,10 @@ PAIR_BUDGET = 400_000  # B * Hq * Sq * Sk of one case with head_dim 64; the orac
 AROUND = (16, 32, 64, 128, 256)  # tile sizes, for lengths on both sides of them
 COMBINED = 0.1  # of tensors
 MASK_FUNCTIONS = 0.1  # of problems without a bool mask
-RECORDED = range(1_000_000, 1_021_000)  # seeds that were recorded before there were mask functions and `HopperDraw`
+RECORDED = range(
+    1_000_000, 1_021_000
+)  # seeds recorded before there were mask functions, `HopperDraw` and int64 indices
+WIDE_INDICES = 0.4  # of problems with lengths, offsets or pages: half of these tensors are int64
 RESIZED = 0.2  # of variations, whose kernels may have other tiles than those of their seed
 NAN = float("nan")
 # Queries, keys and values of given shapes [..., S, D], in place of random ones.
@@ -120,6 +123,17 @@ class Draw(Choices):
             if tensors[which].numel():
                 tensors[which].view(-1)[self.rng.randrange(tensors[which].numel())] = self.rng.choice(values)
         return list(tensors)
+
+    def wide_indices(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments with some of their int32 lengths, offsets and pages as int64, alike in all variations."""
+
+        def chosen(of: str, probability: float) -> bool:
+            return random.Random(f"wide {of} of {self.seed}").random() < probability
+
+        if self.seed in RECORDED or not chosen("indices", WIDE_INDICES):
+            return arguments
+        narrow = {name: x for name, x in arguments.items() if isinstance(x, Tensor) and x.dtype is torch.int32}
+        return arguments | {name: x.long() for name, x in narrow.items() if chosen(name, 0.5)}
 
     def layout(self, values: Tensor, expandable: tuple[int, ...] | None = None) -> Tensor:
         """`values` on the device, in some layout, at times combined; `expandable` as in `lay_out`, () for none."""

@@ -4,6 +4,7 @@ Memory that a call must not read is NaN: tokens of no sequence, keys past a leng
 """
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,7 +56,8 @@ def _made(draw: Draw, function: str | None) -> Case:
     function = function or draw.pick({"attention": 6, "attention_varlen": 4, "attention_with_kvcache": 3})
     if function not in makers:
         raise ValueError(f"function is {function!r}, should be one of {', '.join(map(repr, makers))}")
-    return makers[function](draw)
+    case = makers[function](draw)
+    return replace(case, arguments=draw.wide_indices(case.arguments), description="")
 
 
 def _dense_sizes(draw: Draw) -> tuple[int, int, int, int]:
