@@ -13,7 +13,7 @@ import click
 import torch
 
 from flashtile.backend.gpu.installed import triton_release, triton_version
-from flashtile.backend.hopper import tables
+from flashtile.backend.hopper.plan import candidates
 from flashtile.backend.hopper.widths import WIDTHS
 from flashtile.prebuilt.build import compile_launch, distinct, write
 from flashtile.prebuilt.launches import all_launches, device_of
@@ -37,7 +37,7 @@ def main(out: Path, tiles_of: str | None) -> None:
         and not call.arguments.get("deterministic")
         and (call.arguments["q"].shape[-1], call.arguments["v"].shape[-1]) in WIDTHS
     ]
-    with mock.patch.object(tables, "compiler_version", return_value=version):
+    with mock.patch.object(candidates, "compiler_version", return_value=version):
         launches = list(distinct(all_launches(iter(calls), device_of(ARCH))))
         compiled = [compile_launch(launch, ARCH) for launch in launches]
     write(out, ARCH, tiles_of or release, compiled)

@@ -25,7 +25,7 @@ from variants import (
 )
 
 from flashtile.api.explain import described_call
-from flashtile.backend.hopper import tables
+from flashtile.backend.hopper.plan import candidates
 from flashtile.backend.hopper.tile_config import ForwardConfig
 from flashtile.call.call import Call
 from flashtile.testing.case import Case, ExactSides
@@ -206,4 +206,15 @@ def call_of_family(name: str, head_dim: int | tuple[int, int], seqlen: int) -> C
 
 def with_tiles(configs: dict[tuple[int, int], ForwardConfig]) -> Any:
     """A patch by which forward takes these tiles for their widths, whatever the call."""
-    return mock.patch.multiple(tables, TWO_WARPGROUPS=tables.TWO_WARPGROUPS | configs, TIMED={}, KEYS_1WG=0)
+    forward = candidates.FORWARD | {width: (config,) for width, config in configs.items()}
+    return mock.patch.multiple(candidates, FORWARD=forward, warpgroups_with_room=lambda *_: (1, 2, 3))
+
+
+def tiles_of(num_warpgroups: int, block_n: int | None = None) -> dict[tuple[int, int], ForwardConfig]:
+    """By width, the first kernel of so many warpgroups, of a given block of keys."""
+    found = {}
+    for width, configs in candidates.FORWARD.items():
+        fitting = [x for x in configs if x.num_warpgroups == num_warpgroups and block_n in (None, x.block_n)]
+        if fitting:
+            found[width] = fitting[0]
+    return found

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flashtile.backend.hopper.tables import TWO_WARPGROUPS
-from flashtile.backend.triton import configs
+from flashtile.backend.hopper.plan.tables import FORWARD
+from flashtile.backend.triton.plan import tables
 from flashtile_ladder import iomodel
 from flashtile_ladder.iomodel import Shape, Work, gpu
 
@@ -44,9 +44,9 @@ class Case:
         return Shape(*sizes, causal=self.causal, itemsize=4 if self.kind == "standard" else 2)
 
     def predicted(self) -> Work:
-        row = next(row for row in configs.HALF[227] if row.width >= self.head_dim)
+        row = next(row for row in tables.HALF[227] if row.width >= self.head_dim)
         if self.kind == "forward":
-            tile = TWO_WARPGROUPS[self.head_dim, self.head_dim] if self.backend == "hopper" else row.forward
+            tile = FORWARD[self.head_dim, self.head_dim][0] if self.backend == "hopper" else row.forward
             return gpu.kernel_forward(self.shape, tile.block_m)
         if self.kind == "backward":
             return gpu.kernel_backward(self.shape, row.dq.block_m, row.dkdv.block_n)

@@ -17,11 +17,14 @@ from hypothesis import strategies as st
 
 import flashtile
 from flashtile import ArgumentError, BackendError
-from flashtile.api.explain import described_call
+from flashtile.api.explain import described_call, expected
 from flashtile.api.mask_blocks import mask_blocks
 from flashtile.backend import rates
+from flashtile.backend.gpu.rates import rates_of
+from flashtile.call.device import Device, meta_tensors_on
 from flashtile.call.problem import Problem
 from flashtile.call.window import Window, visible_pairs
+from flashtile.dispatch.planner import SUPPORT
 
 ARGUMENTS = dense_case().arguments  # 2 sequences, 2 heads on 1, 7 rows, 9 keys, head_dim 8
 
@@ -71,6 +74,20 @@ def test_words() -> None:
         assert word in found.problem
         assert word in str(found)
     assert json.loads(json.dumps(found.as_dict()))["backend"] == "reference"
+
+
+def test_expected_times_of_a_gpu() -> None:
+    """The five best ways, of both backends, and the file of rates."""
+    h100 = Device("cuda", "NVIDIA H100 80GB HBM3", "sm_90", 132)
+    usable = [mock.patch.object(SUPPORT[name], "unusable", return_value=None) for name in ("hopper", "triton")]
+    with usable[0], usable[1], meta_tensors_on(h100):
+        q = torch.empty(1, 8, 300, 64, dtype=torch.bfloat16, device="meta")
+        call = described_call(q, q, q, None, None, {})
+        found = expected(call, Problem.describe(call), h100)
+    assert len(found) == 5
+    assert list(found.values()) == sorted(found.values())
+    assert {way.split(",")[0] for way in found} == {"hopper", "triton"}
+    assert rates_of(h100).about == "rates/h100.toml"
 
 
 def test_refuses_what_the_call_would_refuse() -> None:

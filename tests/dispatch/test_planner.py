@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ import flashtile
 from flashtile import AttentionWarning, BackendError
 from flashtile.api.explain import described_call
 from flashtile.call.call import Call, Features
+from flashtile.call.plan import Candidate
 from flashtile.call.problem import Problem
 from flashtile.dispatch.planner import SUPPORT, _warn_once, forget_plans, plan, plan_call
 
@@ -156,13 +158,38 @@ def test_a_slow_choice_on_an_accelerator_is_told_once() -> None:
     plan_call(call._replace(settings=call.settings._replace(backend="tiled")))  # asked for by name
 
 
-def test_a_call_that_a_faster_backend_leaves_is_no_slow_choice() -> None:
+def able(microseconds: float) -> dict[str, Any]:
+    """A GPU backend that takes all calls, in so much time."""
+    return {
+        "unusable": lambda: None, "declines": lambda problem, device: None, "unknown_kernels": lambda *_: None,
+        "candidates": lambda *_: [Candidate(None, 3, microseconds), Candidate(None, 2, 2 * microseconds)],
+    }  # fmt: skip
+
+
+def test_a_call_for_which_tiled_is_faster_is_no_slow_choice() -> None:
     forget_plans()
     _warn_once.cache_clear()
-    able = {"unusable": lambda: None, "declines": lambda problem, device: None}
-    with mock.patch.multiple(SUPPORT["triton"], **able, defers=lambda *_: "PyTorch's products are faster"):
+    with mock.patch.multiple(SUPPORT["triton"], create=True, **able(1e9)):
         chosen = plan_call(call_elsewhere())
-    assert (chosen.backend, dict(chosen.why)["triton"]) == ("tiled", "PyTorch's products are faster")
+    assert (chosen.backend, "expected to take 1e+09 us" in dict(chosen.why)["triton"]) == ("tiled", True)
+    forget_plans()
+
+
+@pytest.mark.parametrize(
+    ("hopper", "triton", "chosen"), [(2.0, 3.0, "hopper"), (3.0, 2.0, "triton"), (2.0, 2.0, "hopper")]
+)
+def test_auto_takes_the_backend_of_the_least_expected_time(hopper: float, triton: float, chosen: str) -> None:
+    """The one before of equal ones; a backend that is named runs whatever its time is."""
+    forget_plans()
+    with (
+        mock.patch.multiple(SUPPORT["hopper"], **able(hopper)),
+        mock.patch.multiple(SUPPORT["triton"], create=True, **able(triton)),
+    ):
+        found = plan_call(call_elsewhere())
+        assert (found.backend, found.num_splits, found.microseconds) == (chosen, 3, 2.0)
+        assert [name for name, _ in found.why] == ["hopper"] * (chosen == "triton")
+        named = Problem.describe(call_elsewhere())
+        assert plan(named, torch.device("meta"), "hopper").microseconds == hopper
     forget_plans()
 
 

@@ -14,11 +14,13 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
+from forced import in_order
 from gluon_emulation.backend import emulated
 from hopper_variants import SHORT, call_of_family
 
 import flashtile
 from flashtile import AttentionWarning
+from flashtile.backend.gpu import cost
 from flashtile.backend.hopper import support
 from flashtile.backend.hopper.support import KernelClass
 from flashtile.call.call import Call, Needs
@@ -27,7 +29,7 @@ from flashtile.call.problem import Problem
 from flashtile.dispatch import compare_with_tiled, passes, planner, self_check
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", 132)
-FORWARD, BACKWARD = KernelClass(False, 64, 64, False, 1), KernelClass(True, 64, 64, False, 2)
+FORWARD, BACKWARD = KernelClass(False, 64, 64, False, 2), KernelClass(True, 64, 64, False, 2)
 FLOAT32 = KernelClass(True, 96, 80, False, 2, float32=True)
 RIGHT, WRONG, UNKNOWN = (True, None), (True, "out is wrong in 3 of 4 elements"), (False, "it did not end")
 
@@ -40,6 +42,7 @@ def unknown_triton(answer: tuple[bool, str | None], release: str = "4.0.0") -> I
         mock.patch.multiple(support, triton_version=lambda: version, unusable=lambda: None),
         mock.patch.multiple(self_check, triton_release=lambda: release, _answers={}),
         mock.patch("flashtile.backend.triton.support.unusable", return_value=None),
+        mock.patch.object(cost, "ranked", in_order),
         mock.patch.object(self_check, "answer", return_value=answer) as run,
     ):
         yield run
@@ -137,7 +140,7 @@ def test_the_plan_has_the_kernels_in_question(warpgroups: int, packed: bool) -> 
     kernels = KernelClass(False, 64, 64, packed, warpgroups)
     call = compare_with_tiled.small_call(kernels, torch.device("cpu"))
     with mock.patch.object(planner, "describe_device", return_value=H200):
-        assert compare_with_tiled.plan_of("hopper", call, kernels).tile.forward.num_warpgroups == warpgroups
+        assert compare_with_tiled.plan_of("hopper", call, kernels=kernels).tile.forward.num_warpgroups == warpgroups
 
 
 def without_the_last_keys(results: Any, call: Call) -> Any:

@@ -14,14 +14,16 @@ from typing import Any
 from unittest import mock
 
 import torch
+from forced import in_order
 from seeded_bugs import with_mistake
 from torch import Tensor
 
-from flashtile.backend.gpu import replay
+from flashtile.backend.gpu import cost, replay
 from flashtile.backend.gpu.kernel import function_under_jit
 from flashtile.backend.gpu.pointers import Slots, TmaDescriptor, resolved
 from flashtile.backend.gpu.step import Step
-from flashtile.backend.hopper import support, tables
+from flashtile.backend.hopper import support
+from flashtile.backend.hopper.plan import candidates
 from flashtile.call.device import Device
 from flashtile.dispatch import fast_path, passes, planner
 from flashtile.dispatch.passes import entry_of
@@ -121,7 +123,7 @@ def copy_with_mistake(folder: Path, file: str | None, *mistake: str) -> None:
 def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[list[str]]:
     """Let `backend="hopper"` take CPU tensors and run on an emulated GPU with `cores` SMs.
 
-    The seed decides the order of events. Yields the names of the kernels launched.
+    The seed decides the order of events. Plans are the first of the tables. Yields the names of the kernels launched.
     """
     kernels = emulated_kernels(folder)
     backward_launches, float32 = (
@@ -167,7 +169,8 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
         mock.patch.object(planner, "describe_device", return_value=device),
         mock.patch.object(passes, "entry_of", lambda name: kernels if name == "hopper" else entry_of(name)),
         mock.patch.multiple(support, unusable=lambda: None, unknown_kernels=lambda *_: None),  # no compiler is there
-        mock.patch.object(tables, "compiler_version", return_value=None),  # none spills registers
+        mock.patch.object(candidates, "compiler_version", return_value=None),  # none spills registers
+        mock.patch.object(cost, "ranked", in_order),  # the first kernels of the tables, unless a test chooses others
     ):
         fast_path.forget()
         try:

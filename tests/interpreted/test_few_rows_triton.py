@@ -5,17 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from forced import first, forced
 
 import flashtile
-from flashtile.backend.gpu.decoding import group_of
-from flashtile.backend.triton import configs
-from flashtile.backend.triton.tile_config import KernelConfig, TileConfig
-from flashtile.call.device import Device
-from flashtile.call.problem import Problem
+from flashtile.backend.triton import support
+from flashtile.backend.triton.tile_config import KernelConfig
 from flashtile.dispatch import fast_path
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
-tile_of = configs.tile
 KEYS, LENGTHS = 112, (109, 64, 1)
 CASES: dict[str, dict[str, Any]] = {  # heads of queries and keys, queries, width; options
     "one query": {"sizes": (2, 2, 1, 64)},
@@ -27,15 +24,9 @@ CASES: dict[str, dict[str, Any]] = {  # heads of queries and keys, queries, widt
 }
 
 
-def few_rows(problem: Problem, device: Device) -> TileConfig:
-    return tile_of(problem, device)._replace(
-        forward=KernelConfig(8, 32, 1, 1), given_splits=None, pack_gqa=group_of(problem)
-    )
-
-
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_tiles_of_8_rows(name: str, num_splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_of_8_rows(name: str, num_splits: int) -> None:
     """What is not in use is NaN. Scores grow, so that the maximum changes in each block."""
     options = dict(CASES[name])
     heads, heads_kv, rows, width = options.pop("sizes")
@@ -56,11 +47,12 @@ def test_tiles_of_8_rows(name: str, num_splits: int, monkeypatch: pytest.MonkeyP
         order = torch.randperm(len(LENGTHS) * KEYS // page_size, generator=generator)
         options["page_table"] = order.argsort().view(len(LENGTHS), -1).int()
         caches = [x.transpose(1, 2).reshape(-1, page_size, heads_kv, width)[order] for x in caches]
-    monkeypatch.setattr(configs, "tile", few_rows)
+    few_rows = first(forward=KernelConfig(8, 32, 1, 1), given_splits=None, pack_gqa=heads // heads_kv)
     fast_path.forget()
-    found = flashtile.attention_with_kvcache(
-        q, *caches, cache_seqlens=lengths, backend="triton", return_lse=True, num_splits=num_splits, **options
-    )
+    with forced(support, few_rows):
+        found = flashtile.attention_with_kvcache(
+            q, *caches, cache_seqlens=lengths, backend="triton", return_lse=True, num_splits=num_splits, **options
+        )
     fast_path.forget()
     for x, y, tolerance in zip(found, expected, (2e-3, 1e-4), strict=True):
         torch.testing.assert_close(x.float(), y.float(), atol=tolerance, rtol=tolerance)

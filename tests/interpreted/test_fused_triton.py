@@ -8,11 +8,16 @@ from unittest import mock
 import pytest
 import torch
 from checking import dense_case, features
+from forced import first, forced
 
+from flashtile.api.explain import described_call
 from flashtile.backend.gpu import pairs
 from flashtile.backend.gpu.pairs import ALIGN
-from flashtile.backend.triton import configs, entry, host_backward
+from flashtile.backend.triton import entry, host_backward, support
 from flashtile.backend.triton.tile_config import FusedConfig, KernelConfig
+from flashtile.call.call import Needs
+from flashtile.call.device import describe_device
+from flashtile.call.problem import Problem
 from flashtile.dispatch import fast_path, planner
 from flashtile.testing.case import Case
 from flashtile.testing.oracle import solve
@@ -69,7 +74,7 @@ def results(case: Case, config: FusedConfig, launches: int = 1) -> dict[str, Any
     planner.forget_plans()
     fast_path.forget()
     with (
-        mock.patch.object(configs, "fused_tile", return_value=config),
+        forced(support, backward=first(fused=config)),
         mock.patch.object(host_backward, "launch_fused", wraps=host_backward.launch_fused) as launched,
         poisoned_allocation(),
     ):
@@ -134,11 +139,13 @@ def test_the_gradient_of_a_bias_is_left_to_other_kernels_in_a_walk(tile: str) ->
 @pytest.mark.parametrize(
     ("sizes", "walk"), [((13, 11), None), ((13, 40), "keys"), ((40, 13), "rows"), ((40, 40), "none")]
 )
-def test_the_rule_takes_few_rows_and_few_keys(sizes: tuple[int, int], walk: str | None) -> None:
-    planner.forget_plans()
-    with mock.patch.object(host_backward, "launch_fused", wraps=host_backward.launch_fused) as launched:
-        half_case(*sizes).run("triton")
-    assert [x.args[1].walk for x in launched.call_args_list] == ([] if walk == "none" else [walk])
+def test_candidates_of_few_rows_and_few_keys(sizes: tuple[int, int], walk: str | None) -> None:
+    given = dict(half_case(*sizes).arguments)
+    call = described_call(*(given.pop(name) for name in "qkv"), None, None, given)
+    ways = support.candidates(Problem.describe(call), describe_device(torch.device("cpu")), Needs(True, True, True))
+    found = [x.tile.fused for x in ways]
+    assert None in found
+    assert (walk in {x.walk for x in found if x is not None}) == (walk != "none")
 
 
 @pytest.mark.parametrize("tile", ["one tile", "over keys, splits"])

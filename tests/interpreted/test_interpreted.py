@@ -24,7 +24,7 @@ from variants import VARIANTS
 
 import flashtile
 from flashtile.backend.gpu import replay
-from flashtile.backend.triton import configs
+from flashtile.backend.triton.plan import candidates
 from flashtile.backend.triton.tile_config import KernelConfig
 from flashtile.dispatch import fast_path
 from flashtile.testing.generate import random_case
@@ -68,7 +68,7 @@ def test_a_bias_that_is_loaded_once(name: str) -> None:
     def tile(dq: KernelConfig, *_: object) -> KernelConfig:
         return dq._replace(num_stages=1, bias_once=True)
 
-    with mock.patch.object(configs, "dbias_tile", tile):
+    with mock.patch.object(candidates, "dbias_tile", tile):
         results = case.run("triton")
     assert [str(x) for x in compare(results, case, solve(case)) if not x.ok] == []
 

@@ -3,16 +3,14 @@
 import os
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+from forced import first, forced
 from large_terms import failures, inputs
 
-from flashtile.backend.triton import configs
-from flashtile.backend.triton.tile_config import FusedConfig, KernelConfig, TileConfig
-from flashtile.call.device import Device
-from flashtile.call.problem import Problem
+from flashtile.backend.triton import support
+from flashtile.backend.triton.tile_config import FusedConfig, KernelConfig
 from flashtile.dispatch import fast_path
 
 pytestmark = [
@@ -25,7 +23,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "a kernel for each gradient": {"fused": None, "forward": SMALL, "dkdv": SMALL, "dq": SMALL},
     "few rows": {"forward": KernelConfig(8, 16, 1, 1)},
 }
-tile_of = configs.tile
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +37,6 @@ def other_plans() -> Iterator[None]:
     ("way", "form"), [*((x, "bias") for x in WAYS), ("few rows", "split"), ("one kernel", "score_mod")]
 )
 def test_results(way: str, form: str, term: float) -> None:
-    def tile(problem: Problem, device: Device) -> TileConfig:
-        return tile_of(problem, device)._replace(given_splits=None, **WAYS[way])
-
-    with mock.patch.object(configs, "tile", tile):
+    choice = first(given_splits=None, **WAYS[way])
+    with forced(support, choice, choice):
         assert failures(form, "triton", *inputs(term, rows=12, keys=40)) == []

@@ -9,17 +9,18 @@ import large_terms
 import pytest
 import torch
 from float32_cases import case_of
+from forced import first, forced
 
-from flashtile.backend.triton import called, configs, host_products, launches, score_blocks
-from flashtile.backend.triton.configs import KernelConfig, WidthConfigs
+from flashtile.backend.triton import called, host_products, launches, score_blocks, support
+from flashtile.backend.triton.plan import candidates
 from flashtile.backend.triton.split_rows import split_rows
-from flashtile.backend.triton.support import interpreted
+from flashtile.backend.triton.tile_config import KernelConfig
 from flashtile.dispatch import fast_path
 from flashtile.testing.case import Case, ScoreFunction
 from flashtile.testing.poison import poisoned_allocation
 from flashtile.testing.tolerance import compare
 
-pytestmark = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1")
+pytestmark = pytest.mark.skipif(not support.interpreted(), reason="needs TRITON_INTERPRET=1")
 
 
 @pytest.fixture(autouse=True)
@@ -44,10 +45,9 @@ def failures(case: Case) -> list[str]:
     ids=lambda case: case.description,
 )
 def test_rows_are_split_ahead_of_backward(case: Case) -> None:
-    forward = KernelConfig(16, 16, 4, 1)
-    split = forward._replace(precision="bf16x6")
+    split = KernelConfig(16, 16, 4, 1, precision="bf16x6")
     with (
-        mock.patch.object(configs, "INTERPRETER", WidthConfigs(512, forward, split, split)),
+        forced(support, backward=first(dkdv=split, dq=split)),
         mock.patch.object(launches, "split_rows", side_effect=split_rows) as splits,
     ):
         assert failures(case) == []
@@ -68,7 +68,8 @@ def by_pytorch(scores: int = 2 * 32 * 64, keys: int = 8192, *, tf32: bool = Fals
         if tf32:
             patches.enter_context(mock.patch.object(host_products, "allows_tf32", return_value=True))
             patches.enter_context(mock.patch.object(called, "allows_tf32", return_value=True))
-        patches.enter_context(mock.patch.object(configs, "takes_products", return_value=True))
+        patches.enter_context(mock.patch.object(candidates, "multiplies", return_value=True))
+        patches.enter_context(forced(support))
         patches.enter_context(mock.patch.object(torch, "bmm", bmm(torch.bmm)))
         patches.enter_context(mock.patch.object(torch, "baddbmm", baddbmm(torch.baddbmm)))
         patches.enter_context(poisoned_allocation())

@@ -1,4 +1,6 @@
-"""Record the launches of a call, with the shipped tiles and arguments, instead of running them."""
+"""Record the launches of a call by one of its candidates, the first of the tables unless another one is chosen, instead
+of running them.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,9 +9,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+from forced import Choice, first, in_order
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from flashtile.backend.gpu import cost
 from flashtile.backend.hopper import backward_launches
 from flashtile.backend.hopper import entry as hopper_kernels
 from flashtile.backend.hopper import support as hopper_support
@@ -20,6 +24,7 @@ from flashtile.call.device import Device
 from flashtile.call.plan import Plan
 from flashtile.call.problem import Problem
 
+FIRST = first()
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg", "launch_pdl")
 BACKENDS: dict[str, Any] = {
     "triton": (triton_support, triton_kernels),
@@ -61,36 +66,39 @@ def recorded() -> Iterator[list[Launch]]:
         yield found
 
 
-def launches_of(call: Call, arch: str, *, backward: bool = True) -> list[Launch]:
-    """The launches of forward and backward on a GPU, for a call on CPU tensors."""
+def launches_of(
+    call: Call, arch: str, forward: Choice = FIRST, backward: Choice | None = FIRST, backend: str = "triton"
+) -> list[Launch]:
+    """The launches of forward and, unless it is `None`, backward on a GPU, for a call on CPU tensors."""
     with recorded() as found:
-        results_of(call, "triton", arch, backward=backward)
+        results_of(call, backend, arch, forward, backward)
     return found
 
 
-def hopper_launches_of(call: Call) -> list[Launch]:
+def hopper_launches_of(call: Call, forward: Choice = FIRST, backward: Choice = FIRST) -> list[Launch]:
     """The Hopper backend's launches on an H200, for a call on CPU tensors; backward if the backend accepts it."""
-    with recorded() as found:
-        results_of(call, "hopper", "sm_90")
-    return found
+    return launches_of(call, "sm_90", forward, backward, backend="hopper")
 
 
-def results_of(call: Call, backend: str, arch: str, *, backward: bool = True) -> list[Tensor | None]:
+def results_of(
+    call: Call, backend: str, arch: str, forward: Choice = FIRST, backward: Choice | None = FIRST
+) -> list[Tensor | None]:
     """`out`, `lse` and the gradients of a call on CPU tensors. Inside `recorded` no kernel fills them."""
-    kernels, plan, needs = planned(call, backend, arch)
-    out, lse = kernels.forward(plan, call)
-    if not backward or needs is None:
+    kernels, needs = BACKENDS[backend][1], needs_of(call, backend, arch)
+    out, lse = kernels.forward(plan_of(call, backend, arch, None, forward), call)
+    if backward is None or needs is None:
         return [out, lse]
+    plan = plan_of(call, backend, arch, needs, backward)
     with mock.patch.object(backward_launches, "describe_device", return_value=device_of(arch)):
         return [out, lse, *kernels.backward(plan, call, needs, out, lse, torch.empty_like(out), None).flat()]
 
 
 def replay_of(call: Call, backend: str, arch: str) -> Callable[[], list[Tensor | None]]:
     """A function that repeats `results_of` from recordings."""
-    kernels, plan, needs = planned(call, backend, arch)
-    forward, (out, lse) = kernels.record_forward(plan, call)
+    kernels, needs = BACKENDS[backend][1], needs_of(call, backend, arch)
+    forward, (out, lse) = kernels.record_forward(plan_of(call, backend, arch, None), call)
     rows = (out, lse, torch.empty_like(out), None)
-    backward, _ = kernels.record_backward(plan, call, needs, *rows)
+    backward, _ = kernels.record_backward(plan_of(call, backend, arch, needs), call, needs, *rows)
     return lambda: [*forward(call), *backward(call, *rows)]
 
 
@@ -98,14 +106,20 @@ def device_of(arch: str) -> Device:
     return Device("cuda", arch, arch, CORES.get(arch, 100))
 
 
-def planned(call: Call, backend: str, arch: str) -> tuple[Any, Plan, Needs | None]:
-    """The backend's entry, a plan, and the gradients that it computes; `None` without a backward pass."""
-    support, kernels = BACKENDS[backend]
+def plan_of(call: Call, backend: str, arch: str, needs: Needs | None, choice: Choice = FIRST) -> Plan:
+    support, _ = BACKENDS[backend]
     problem, device = Problem.describe(call), device_of(arch)
     reason = support.declines(problem, device)
     assert reason is None, reason
-    plan = Plan(backend, support.tile(problem, device), support.num_splits(problem, device), ())
-    t = call.tensors
+    with mock.patch.object(cost, "ranked", in_order):
+        chosen = choice(support.candidates(problem, device, needs))
+    return Plan(backend, chosen.tile, chosen.num_splits, ())
+
+
+def needs_of(call: Call, backend: str, arch: str) -> Needs | None:
+    """The gradients that a backend computes of a call; `None` without a backward pass."""
+    support, _ = BACKENDS[backend]
+    problem, device, t = Problem.describe(call), device_of(arch), call.tensors
     captured = tuple(x.is_floating_point() for x in t.score_mod_tensors)
     needs = Needs(*(getattr(t, name) is not None for name in DIFFERENTIABLE), score_mod_tensors=captured)
     if backend == "hopper":
@@ -113,5 +127,5 @@ def planned(call: Call, backend: str, arch: str) -> tuple[Any, Plan, Needs | Non
         if support.declines_backward(problem, device, needs) is not None:
             needs = needs._replace(alibi_slopes=False)
         if support.declines_backward(problem, device, needs) is not None:
-            return kernels, plan, None
-    return kernels, plan, None if t.leftpad_k is not None else needs
+            return None
+    return None if t.leftpad_k is not None else needs

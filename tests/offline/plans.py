@@ -10,7 +10,6 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,8 +20,7 @@ import triton
 
 import flashtile
 from flashtile.backend.gpu.replay import Launch
-from flashtile.backend.hopper import tables
-from flashtile.backend.triton import decode_times
+from flashtile.backend.hopper.plan import candidates
 from flashtile.bench import sweep
 from flashtile.prebuilt.build import PINNED, key_of_launch, source_of
 from flashtile.prebuilt.launches import device_of, launches
@@ -91,8 +89,7 @@ def distinct(arch: str, count: int, report: Any) -> dict[str, tuple[str, Launch]
     """Launches of different kernels, by what distinguishes these, each with the first call that has it."""
     found: dict[str, tuple[str, Launch]] = {}
     device = device_of(arch)
-    one_search = mock.patch.object(decode_times, "fastest", cache(decode_times.fastest))
-    with one_search, mock.patch.object(tables, "compiler_version", return_value=PINNED), torch.no_grad():
+    with mock.patch.object(candidates, "compiler_version", return_value=PINNED), torch.no_grad():
         for name, call in (*jagged_calls(), *sweep_calls(), *random_calls(count)):
             try:
                 planned = launches(call, device)

@@ -13,8 +13,7 @@ pytest.importorskip("triton")
 from modules import PACKAGE
 
 from flashtile.backend.gpu.kernel import Kernel
-from flashtile.backend.hopper import tables
-from flashtile.backend.triton import decode_times
+from flashtile.backend.hopper.plan import candidates
 from flashtile.bench import sweep
 from flashtile.prebuilt import launches as prebuilt
 from flashtile.prebuilt.build import PINNED, key_of_launch
@@ -34,9 +33,8 @@ NO_KERNELS = ("triton_kernel",)  # a decorator
 def planned_for_an_archive() -> Iterator[None]:
     """Calls that differ in what a kernel does before attention have one plan, which is made once."""
     with (
-        mock.patch.object(tables, "compiler_version", return_value=PINNED),
+        mock.patch.object(candidates, "compiler_version", return_value=PINNED),
         mock.patch.object(prebuilt, "plan_of", functools.cache(prebuilt.plan_of)),
-        mock.patch.object(decode_times, "fastest", functools.cache(decode_times.fastest)),
     ):
         yield
 
@@ -121,7 +119,7 @@ def test_last_waves() -> None:
 def test_what_is_not_in_the_set() -> None:
     """So that coverage can fail."""
     q = torch.empty(1, 2, 300, 512, dtype=torch.bfloat16)
-    assert not is_covered(StandardCall("attention", {"q": q, "k": q, "v": q}))
+    assert not is_covered(StandardCall("attention", {"q": q, "k": q, "v": q, "softcap": 2.0, "dropout_p": 0.1}))
     q = torch.empty(1, 200, 300, 64, dtype=torch.bfloat16)
     assert is_covered(StandardCall("attention", {"q": q, "k": q, "v": q}))
     assert not is_covered(

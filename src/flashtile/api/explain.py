@@ -7,22 +7,24 @@ import torch
 from torch import Tensor
 
 from ..backend.gpu.origin import kernel_origin
+from ..backend.gpu.rates import rates_of
 from ..call.advice import refuse
 from ..call.call import DIFFERENTIABLE, FEATURES, Call, Needs
-from ..call.device import describe_device, host_readable
+from ..call.device import Device, describe_device, host_readable
 from ..call.features import DENSE, VARLEN
 from ..call.plan import Plan
 from ..call.problem import Problem
 from ..call.window import visible_pairs
 from ..call.words import in_words
 from ..dispatch.launches import launches_of, tiles_of, unsplit
-from ..dispatch.planner import plan
+from ..dispatch.planner import candidates, plan
 from ..errors import BackendError
 from .mask_blocks import in_words as blocks_in_words
 from .mask_blocks import mask_blocks
 from .normalize import normalize
 
 ON_GPU = ("hopper", "triton")
+BEST = 5  # candidates
 CACHED = ", less where its tensors lie in a cache"
 
 
@@ -36,7 +38,10 @@ class Explanation:
         backend: the backend of the forward pass.
         tile: the shape of its tiles, in words; also of those of backward, if that is in the same backend.
         unsplit: why forward does not split keys into as many parts as `num_splits` asks for; `None` if it does.
-        why_not: the backends asked before, and the reason each declined.
+        why_not: backends that are preferred as a rule, and the reason each was not taken.
+        candidates: on a GPU, the five ways to run forward that are expected to take the least time, and these times in
+            microseconds, as in a CUDA graph.
+        rates: the file of measured rates that these times are counted with, and how it was scaled; empty on a CPU.
         backward: the backend of the backward pass, or "none".
         backward_tile: the shape of its tiles.
         backward_rest: names of the inputs whose gradients another backend computes, and that backend.
@@ -62,6 +67,8 @@ class Explanation:
     tile: str
     unsplit: str | None
     why_not: dict[str, str]
+    candidates: dict[str, float]
+    rates: str
     backward: str
     backward_tile: str
     backward_rest: dict[str, str]
@@ -87,9 +94,12 @@ class Explanation:
         blocks = "" if self.mask_blocks is None else f"{blocks_in_words(self.mask_blocks)}\n"
         kernels = f"kernels: {self.kernels}\n" if self.kernels else ""
         unsplit = f"num_splits is not used: {self.unsplit}\n" if self.unsplit else ""
+        ways = "".join(f"\n  {time:.4g} us: {way}" for way, time in self.candidates.items())
+        ways = f"expected times, by {self.rates}:{ways}\n" if self.rates else ""
         return (
             f"{self.problem}\n"
             f"on {self.device}: backend {self.backend}, {self.tile}{why_not}\n"
+            f"{ways}"
             f"{unsplit}"
             f"{backward}"
             f"{kernels}"
@@ -154,6 +164,8 @@ def explain(
         tile=tile,
         unsplit=unsplit(chosen, call),
         why_not=dict(chosen.why),
+        candidates=expected(call, problem, describe_device(q.device)) if q.is_cuda else {},
+        rates=rates_of(describe_device(q.device)).about if q.is_cuda else "",
         backward="none" if backward is None else backward.backend,
         backward_tile=backward_tile,
         backward_rest={} if backward is None or backward.rest is None else backward.rest.in_words(),
@@ -168,6 +180,19 @@ def explain(
         limit=bound.limit,
         seconds_at_limit=bound.seconds,
     )
+
+
+def expected(call: Call, problem: Problem, device: Device) -> dict[str, float]:
+    """The best ways to run forward, in words, and their expected microseconds."""
+    found: dict[str, float] = {}
+    for name, way in candidates(problem.bucketed(), device, None):
+        plan = Plan(name, way.tile, way.num_splits, ())
+        tiles = ", ".join(f"{kernel} {x}" for kernel, x in tiles_of(plan, call).items() if x is not None)
+        splits = f", {way.num_splits} splits" * (way.num_splits > 1)
+        found.setdefault(f"{name}, {tiles}{splits}", way.microseconds)
+        if len(found) == BEST:
+            break
+    return found
 
 
 def needs_of(call: Call) -> Needs:

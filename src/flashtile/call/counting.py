@@ -17,7 +17,8 @@ class CallCount(NamedTuple):
             operator.
         direction: "forward" or "backward".
         backend: the backend that ran, or "PyTorch" for a call that was left to it.
-        why: why this one: the reason that each backend before it declined, or who named it; empty for the first of all.
+        why: why this one: the reason that each backend before it declined or that it is slower, or who named it; empty
+            for the first of all.
         calls: how often.
     """
 

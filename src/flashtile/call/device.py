@@ -17,6 +17,8 @@ class Device(NamedTuple):
     name: str  # for people: "NVIDIA H200"
     arch: str  # "sm_90", "gfx942", "x86_64", ...
     cores: int  # streaming multiprocessors, compute units, or CPU threads that torch uses
+    clock: float = 0.0  # MHz, of a GPU; 0 if it is not known
+    bandwidth: float = 0.0  # bytes of memory in a microsecond; 0 if it is not known
 
 
 @functools.lru_cache(maxsize=64)
@@ -25,7 +27,9 @@ def _describe(kind: str, index: int, threads: int) -> Device:
         properties = torch.cuda.get_device_properties(index)
         hip = getattr(properties, "gcnArchName", "").split(":")[0] if torch.version.hip else ""
         arch = hip or f"sm_{properties.major}{properties.minor}"
-        return Device(kind, properties.name, arch, properties.multi_processor_count)
+        clock = getattr(properties, "clock_rate", 0) / 1e3
+        bandwidth = getattr(properties, "memory_clock_rate", 0) / 1e3 * getattr(properties, "memory_bus_width", 0) / 4
+        return Device(kind, properties.name, arch, properties.multi_processor_count, clock, bandwidth)
     if kind == "cpu":
         return Device(kind, f"CPU ({torch.backends.cpu.get_cpu_capability()})", platform.machine(), threads)
     return Device(kind, kind, kind, 1)

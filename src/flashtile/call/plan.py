@@ -5,9 +5,17 @@ from typing import Any, NamedTuple
 from .call import Needs
 
 
+class Candidate(NamedTuple):
+    """A way to run a pass of a problem, and the time that it is expected to take on the device."""
+
+    tile: Any
+    num_splits: int
+    microseconds: float
+
+
 class Plan(NamedTuple):
     """The way to run one pass of a problem. Forward leaves the same results for backward in every backend, so each pass
-    has a plan of its own. `why` has, for each backend that was asked before, the reason it declined.
+    has a plan of its own. `why` has, for each backend before this one, the reason it declined or its expected time.
     """
 
     backend: str
@@ -15,6 +23,7 @@ class Plan(NamedTuple):
     num_splits: int
     why: tuple[tuple[str, str], ...]
     rest: "Rest | None" = None  # of a backward pass, where a second backend computes some of the gradients
+    microseconds: float = 0.0  # that it is expected to take, on a GPU
 
 
 class Rest(NamedTuple):

@@ -39,7 +39,7 @@ def main(backend: str, kernels: str) -> None:
 def examine(backend: str, kernels: KernelClass, device: torch.device) -> str | None:
     """The results of a pass that are wrong, in words; `None` if all are right."""
     call = small_call(kernels, device)
-    out, lse = passes.entry_of(backend).forward(plan_of(backend, call, kernels), call)
+    out, lse = passes.entry_of(backend).forward(plan_of(backend, call, None, kernels), call)
     expected, expected_lse = run("tiled", call)
     if not kernels.backward:
         return worst({"out": (out, expected)}, (lse, expected_lse))
@@ -74,15 +74,16 @@ def run(backend: str, call: Call) -> tuple[Tensor, Tensor]:
 
 def gradients(backend: str, call: Call, rows: tuple[Tensor, Tensor, Tensor, None]) -> tuple[Tensor, ...]:
     needs = Needs(True, True, True)
-    return passes.entry_of(backend).backward(plan_of(backend, call), call, needs, *rows)[:3]
+    return passes.entry_of(backend).backward(plan_of(backend, call, needs), call, needs, *rows)[:3]
 
 
-def plan_of(backend: str, call: Call, kernels: KernelClass | None = None) -> Plan:
+def plan_of(backend: str, call: Call, needs: Needs | None = None, kernels: KernelClass | None = None) -> Plan:
     """A plan without the questions that the planner asks: one of them would start this check again."""
     problem, device = Problem.describe(call), planner.describe_device(call.tensors.q.device)
     support = planner.SUPPORT[backend]
-    tile = support.tile(problem, device) if kernels is None else support.tile_of(kernels, problem, device)
-    return Plan(backend, tile, support.num_splits(problem, device), ())
+    found = support.candidates(problem, device, needs)
+    way = found[0] if kernels is None else support.of_class(kernels, found)
+    return Plan(backend, way.tile, way.num_splits, ())
 
 
 def worst(pairs: dict[str, tuple[Any, Any]], lse: tuple[Tensor, Tensor] | None = None) -> str | None:

@@ -17,12 +17,12 @@ from ..call import counting
 from ..call.cache import CacheCall
 from ..call.call import Call, Needs
 from ..call.device import Device, describe_device
-from ..call.plan import Plan, Rest
+from ..call.plan import Candidate, Plan, Rest
 from ..call.problem import Problem
 from ..call.words import in_words
 from ..errors import AttentionWarning, BackendError
 
-# Fastest first. `auto` takes the first that accepts the problem; it never takes `reference`, which is there to compare.
+# `auto` takes the one that is expected to be the fastest; it never takes `reference`, which is there to compare.
 SUPPORT: dict[str, Any] = {
     "hopper": hopper, "triton": triton, "cpu": cpu, "tiled": tiled, "reference": reference,
 }  # fmt: skip
@@ -47,7 +47,7 @@ class BackendStatus(NamedTuple):
 
 
 def backends() -> tuple[BackendStatus, ...]:
-    """Every backend, fastest first: whether it is usable on this machine, and why not.
+    """Every backend, as a rule the fastest first: whether it is usable on this machine, and why not.
 
     A usable backend may still decline a call; `flashtile.explain` says so for the call at hand.
 
@@ -122,11 +122,11 @@ def count(call: Call, chosen: Plan, direction: str) -> None:
 
 
 def is_slow(chosen: Plan, problem: Problem, device: torch.device, needs: Needs | None) -> bool:
-    """Whether `tiled` takes a problem because no faster backend can, and not because one leaves it to it."""
+    """Whether `tiled` takes a problem because no other backend can, not because it is faster than those."""
 
     def can(name: str) -> bool:
         usable = SUPPORT[name].unusable() is None
-        return usable and declines_on_device(name, problem, describe_device(device), needs, auto=False) is None
+        return usable and declines_on_device(name, problem, describe_device(device), needs) is None
 
     if device.type == "cpu":
         return problem.untraced is not None
@@ -138,56 +138,74 @@ def _plan(problem: Problem, device: Device, backend: str, needs: Needs | None) -
 
     def declines(name: str, needs: Needs | None) -> str | None:
         support = SUPPORT[name]
-        reason = support.unusable() or declines_on_device(name, problem, device, needs, auto=backend == "auto")
+        reason = support.unusable() or declines_on_device(name, problem, device, needs)
         if reason is None and (unknown := optional(support, "unknown_kernels", problem, device, needs)) is not None:
             from . import self_check  # starts processes: not needed by `import flashtile`
 
             reason = self_check.failure(name, unknown, device.arch)
         return reason
 
-    chosen, reasons = first(AUTO if backend == "auto" else (backend,), declines, problem, device, needs)
+    chosen, reasons = fastest(AUTO if backend == "auto" else (backend,), declines, problem, device, needs)
     if chosen is not None:
         return chosen
     asked = "no backend takes this call" if backend == "auto" else f"backend {backend!r} does not take this call"
     raise BackendError(f"{asked}: {in_words(problem, lengths=False)}, on {device.name}", reasons)
 
 
-def first(
+def fastest(
     names: Sequence[str],
     declines: Callable[[str, Needs | None], str | None],
     problem: Problem,
     device: Device,
     needs: Needs | None,
 ) -> tuple[Plan | None, dict[str, str]]:
-    """The plan with the first backend that `declines` gives no reason against, and the reasons of those before it.
+    """The plan with the least expected time, of the backends that `declines` gives no reason against; and why it is not
+    one of those before it.
 
-    Of several backends, one that lacks only gradients of tensors that change scores leaves those to the next.
+    Of several backends, one that lacks only gradients of tensors that change scores leaves those to another.
     """
     reasons: dict[str, str] = {}
+    plans: list[Plan] = []
     for n, name in enumerate(names):
-        reason, rest = declines(name, needs), None
-        if reason is not None and needs is not None and any((own := needs.of_rows()).flat()):
+        own, rest = needs, None
+        reason = declines(name, needs)
+        if reason is not None and needs is not None and any((rows := needs.of_rows()).flat()):
             others = needs.of_score_tensors()
-            if names[n + 1 :] and any(others.flat()) and declines(name, own) is None:
-                others_plan, _ = first(names[n + 1 :], declines, problem, device, others)
-                rest = None if others_plan is None else Rest(own, others, others_plan)
+            if names[n + 1 :] and any(others.flat()) and declines(name, rows) is None:
+                others_plan, _ = fastest(names[n + 1 :], declines, problem, device, others)
+                if others_plan is not None:
+                    own, rest = rows, Rest(rows, others, others_plan)
         if reason is None or rest is not None:
-            support = SUPPORT[name]
-            splits = support.num_splits(problem, device)
-            return Plan(name, support.tile(problem, device), splits, tuple(reasons.items()), rest), reasons
-        reasons[name] = reason
-    return None, reasons
+            way = SUPPORT[name].candidates(problem, device, own)[0]
+            plans.append(Plan(name, way.tile, way.num_splits, (), rest, way.microseconds))
+        else:
+            reasons[name] = reason
+    if not plans:
+        return None, reasons
+    chosen = min(plans, key=lambda plan: plan.microseconds)
+    slower = {x.backend: f"expected to take {x.microseconds:.3g} us, here {chosen.microseconds:.3g}" for x in plans}
+    before = names[: names.index(chosen.backend)]
+    return chosen._replace(why=tuple((name, (reasons | slower)[name]) for name in before)), reasons
 
 
-def declines_on_device(name: str, problem: Problem, device: Device, needs: Needs | None, *, auto: bool) -> str | None:
-    """Why a backend does not run a pass on a device, whatever is installed; with `auto`, also why it should not."""
+def declines_on_device(name: str, problem: Problem, device: Device, needs: Needs | None) -> str | None:
+    """Why a backend does not run a pass on a device, whatever is installed."""
     support = SUPPORT[name]
     reason = support.declines(problem, device)
     if reason is None and needs is not None:
         reason = optional(support, "declines_backward", problem, device, needs)
-    if reason is None and auto:
-        reason = optional(support, "defers", problem, device, needs)
-    return reason
+    return reason  # type: ignore[no-any-return]
+
+
+def candidates(problem: Problem, device: Device, needs: Needs | None) -> list[tuple[str, Candidate]]:
+    """The ways to run a pass by all backends that `auto` may take on a device, the fastest first."""
+    found = [
+        (name, way)
+        for name in AUTO
+        if SUPPORT[name].unusable() is None and declines_on_device(name, problem, device, needs) is None
+        for way in SUPPORT[name].candidates(problem, device, needs)
+    ]
+    return sorted(found, key=lambda x: x[1].microseconds)
 
 
 def optional(support: Any, question: str, *about: Any) -> str | None:

@@ -16,7 +16,7 @@ from ..call.device import Device
 from ..call.plan import Plan
 from ..call.problem import Problem
 from ..dispatch.launches import launches_of, on_meta
-from ..dispatch.planner import declines_on_device, first
+from ..dispatch.planner import declines_on_device, fastest
 from .standard import StandardCall
 
 BACKENDS = ("hopper", "triton")
@@ -44,18 +44,15 @@ def launches(standard: StandardCall, device: Device) -> list[Launch]:
 
 
 def plan_of(problem: Problem, device: Device, needs: Needs | None) -> Plan:
-    """The plan that `auto` makes on a device, by the same questions as `dispatch.planner`. Where `auto` leaves a call
-    to operations without kernels, that of a backend which is named.
-    """
+    """The plan that `auto` makes on a device of the backends that have kernels."""
     problem = problem.bucketed()
-    for auto in (True, False):
 
-        def declines(name: str, needs: Needs | None, auto: bool = auto) -> str | None:
-            return declines_on_device(name, problem, device, needs, auto=auto)
+    def declines(name: str, needs: Needs | None) -> str | None:
+        return declines_on_device(name, problem, device, needs)
 
-        chosen, _ = first(BACKENDS, declines, problem, device, needs)
-        if chosen is not None:
-            return chosen
+    chosen, _ = fastest(BACKENDS, declines, problem, device, needs)
+    if chosen is not None:
+        return chosen
     raise LookupError(f"no kernel takes {problem} on {device.arch}")
 
 

@@ -94,7 +94,7 @@ def section_of(settings: Settings, explained: dict[str, tuple[Explanation, float
 
 
 def reasons(explained: dict[str, Explanation]) -> list[str]:
-    """Reasons why backends declined or deferred, each once, with its calls."""
+    """Reasons why backends declined or are slower, each once, with its calls."""
     calls: dict[tuple[str, str], list[str]] = {}
     for name, x in explained.items():
         for backend, why in x.why_not.items():

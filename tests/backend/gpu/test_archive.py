@@ -17,12 +17,13 @@ import torch
 pytest.importorskip("triton")
 
 from fake_driver import FakeDriver, opened
+from forced import in_order
 
-from flashtile.backend.gpu import archive, launch, triton_launch
+from flashtile.backend.gpu import archive, cost, launch, triton_launch
 from flashtile.backend.gpu.archive import KERNELS_VARIABLE, SOURCES, Archive
 from flashtile.backend.gpu.kernel import Kernel
 from flashtile.backend.gpu.pointers import Slot
-from flashtile.backend.hopper import tables
+from flashtile.backend.hopper.plan import candidates
 from flashtile.errors import AttentionWarning
 from flashtile.prebuilt import build
 from flashtile.prebuilt.build import Compiled, key_of_launch, parameters_of
@@ -69,7 +70,8 @@ def path(tmp_path: Path) -> Path:
 def anew() -> Iterator[None]:
     """No archive is open, and calls are planned as with one."""
     archive.forget()
-    with mock.patch.object(tables, "compiler_version", return_value=build.PINNED):
+    pinned = mock.patch.object(candidates, "compiler_version", return_value=build.PINNED)
+    with pinned, mock.patch.object(cost, "ranked", in_order):
         yield
     archive.forget()
 
@@ -239,6 +241,8 @@ import sys, torch
 from unittest import mock
 sys.modules["triton"] = None  # an import is an error
 from fake_driver import FakeDriver, opened
+from forced import in_order
+from flashtile.backend.gpu import cost
 from flashtile.backend.gpu.archive import Archive
 import flashtile.backend.hopper.support as support, flashtile.backend.gpu.archive as archive
 from flashtile.prebuilt.launches import call_of, device_of, plan_of
@@ -246,12 +250,13 @@ from flashtile.prebuilt.standard import StandardCall
 from flashtile.call.call import Needs
 from flashtile.call.problem import Problem
 from flashtile.dispatch.passes import entry_of
+cost.ranked = in_order
 driver = FakeDriver()
 known = Archive(sys.argv[1], "sm_90", lambda: driver)
 archive._archives["sm_90"] = known
-for seqlen, heads in ((200, 2), (1, 8)):
-    q = torch.randn(1, heads, seqlen, 64).bfloat16()
-    k, v = (torch.randn(1, 2, 200, 64).bfloat16() for _ in range(2))
+for seqlen, heads, width in ((200, 2, 64), (1, 8, 68)):
+    q = torch.randn(1, heads, seqlen, width).bfloat16()
+    k, v = (torch.randn(1, 2, 200, width).bfloat16() for _ in range(2))
     call = call_of(StandardCall("attention", {"q": q, "k": k, "v": v, "causal": seqlen > 1}))
     call = call._replace(tensors=call.tensors._replace(q=q, k=k, v=v))
     problem, needs = Problem.describe(call), Needs(True, True, True)
@@ -268,9 +273,11 @@ print(len(driver.launched), *(name for _, name, *_ in driver.loaded))
 
 
 def test_planning_and_arguments_never_import_triton(path: Path) -> None:
-    """In a process where importing it is an error: forward, backward, replay and decoding."""
+    """In a process where importing it is an error: forward, backward, replay, and decoding of a width for which Hopper
+    has no kernels.
+    """
     decode = {
-        name: torch.empty(1, n, rows, 64, dtype=torch.bfloat16)
+        name: torch.empty(1, n, rows, 68, dtype=torch.bfloat16)
         for name, n, rows in (("q", 8, 1), ("k", 2, 200), ("v", 2, 200))
     }
     ahead = [

@@ -3,7 +3,7 @@
 import importlib
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -13,13 +13,15 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from float32_cases import case_of as float32_case
+from forced import first, forced, number
 from gluon_emulation.backend import FOLDER, copy_with_mistake, emulated, emulated_kernels
 from gluon_emulation.machine import EmulationError
-from hopper_variants import VARIANTS, case_of, with_tiles
+from hopper_variants import VARIANTS, case_of, tiles_of, with_tiles
 
 import flashtile
 from flashtile.backend.gpu import replay
-from flashtile.backend.hopper import head_splits, splits, support, tables
+from flashtile.backend.hopper import support
+from flashtile.backend.hopper.plan import candidates
 from flashtile.testing.case import Case
 from flashtile.testing.oracle import solve
 from flashtile.testing.poison import poisoned_allocation
@@ -41,6 +43,14 @@ def wrong(case: Case, seed: int, folder: Path = FOLDER) -> list[str]:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_random_problems_are_within_the_bound(name: str) -> None:
     assert wrong(case_of(name, hash_of(name), "cpu", AROUND_TILES), seed=0) == []
+
+
+@pytest.mark.parametrize("name", list(VARIANTS)[::3])
+def test_all_candidates_give_the_same_results(name: str) -> None:
+    """Others than the first one of the tables."""
+    seed = hash_of(name) + 1
+    with forced(support, number(seed // 7), number(seed // 7)):
+        assert wrong(case_of(name, seed, "cpu", AROUND_TILES), seed=0) == []
 
 
 @pytest.mark.parametrize(("variant", "name"), [("bias of heads 128", "bias"), ("everything 192/128", "alibi_slopes")])
@@ -98,16 +108,15 @@ def hash_of(name: str) -> int:
     ["full 32", "causal 64", "window 64", "packed sinks 64", "causal 80", "grouped heads 96", "packed 96"],
 )
 def test_three_warpgroups(name: str) -> None:
-    """A configuration otherwise chosen for long sequences only."""
     case = replace(case_of(name, hash_of(name), "cpu"), forward_only=True)
-    with with_tiles(tables.THREE_WARPGROUPS):
+    with with_tiles(tiles_of(3)):
         assert wrong(case, seed=0) == []
 
 
 @pytest.mark.parametrize("name", ["full 64", "causal 128"])
-def test_tiles_of_short_calls(name: str) -> None:
+def test_short_blocks_of_three_warpgroups(name: str) -> None:
     case = replace(case_of(name, hash_of(name), "cpu"), forward_only=True)
-    with with_tiles(tables.SHORT_3WG):
+    with with_tiles(tiles_of(3, block_n=64)):
         assert wrong(case, seed=0) == []
 
 
@@ -118,14 +127,14 @@ def test_tiles_of_short_calls(name: str) -> None:
 def test_split_keys(name: str, num_splits: int) -> None:
     """Also more splits than a row has blocks of keys."""
     case = replace(case_of(name, hash_of(name), "cpu", AROUND_TILES), forward_only=True)
-    with mock.patch.object(support, "num_splits", return_value=num_splits):
+    with forced(support, first(num_splits=num_splits)):
         assert wrong(case, seed=0) == []
 
 
 def test_split_keys_of_rows_that_see_none() -> None:
     q, k, v, dout = (torch.randn(1, 2, n, 64, dtype=torch.bfloat16) for n in (200, 150, 150, 200))
     case = Case("attention", {"q": q, "k": k, "v": v, "causal": True}, dout, None, 0, forward_only=True)
-    with mock.patch.object(support, "num_splits", return_value=2):
+    with forced(support, first(num_splits=2)):
         assert wrong(case, seed=0) == []
 
 
@@ -133,7 +142,7 @@ def test_split_keys_of_rows_that_see_none() -> None:
 def test_several_accumulators_of_dq(name: str) -> None:
     """Also more of them than a row has blocks of keys."""
     case = case_of(name, hash_of(name), "cpu", (65, 300))
-    with mock.patch.object(splits, "dq_parts", return_value=3):
+    with forced(support, backward=first(dq_parts=3)):
         assert wrong(case, seed=0) == []
 
 
@@ -144,7 +153,7 @@ def test_several_accumulators_of_dq(name: str) -> None:
 def test_split_rows(name: str, row_splits: int) -> None:
     """Also more splits than a key has blocks of rows."""
     case = case_of(name, hash_of(name), "cpu", AROUND_TILES)
-    with mock.patch.object(splits, "row_splits", return_value=row_splits):
+    with forced(support, backward=first(row_splits=row_splits)):
         assert wrong(case, seed=0) == []
 
 
@@ -155,25 +164,21 @@ def test_split_rows(name: str, row_splits: int) -> None:
 def test_one_block_of_keys(name: str, row_splits: int, rows: int, keys: int) -> None:
     """No accumulators of dq, unless blocks of rows see no key."""
     case = replace(VARIANTS[name], seqlen_q=rows, seqlen_k=keys).case(1, "cpu")
-    with mock.patch.object(splits, "row_splits", return_value=row_splits), emulated(CORES, 1) as launched:
+    with forced(support, backward=first(row_splits=row_splits)), emulated(CORES, 1) as launched:
         results = case.run("hopper")
     assert [str(x) for x in compare(results, case, solve(case)) if not x.ok] == []
     assert ("postprocess_kernel" in launched) == (rows > keys and name != "full 64")
 
 
 @pytest.mark.parametrize(("name", "rows", "divided"), [
-    ("full 128", 577, True), ("full 256", 640, True), ("causal 96", 385, False), ("mask 64", 513, False),
+    ("full 128", 577, True), ("full 256", 640, True), ("full 128", 383, False),
 ])  # fmt: skip
 def test_last_wave_of_rows(name: str, rows: int, divided: bool) -> None:
-    """The last tiles of the last head as a call of their own with split keys, if no others are longer."""
-    row_wave = f"{emulated_kernels().__package__}.row_wave"
+    """The last tiles of the last head as a call of their own with split keys; none where a plan of several lengths
+    expects them and whole waves take all tiles.
+    """
     case = replace(replace(VARIANTS[name], seqlen_q=rows, seqlen_k=300).case(2, "cpu"), forward_only=True)
-    with (
-        mock.patch(f"{row_wave}.LEAST_GAIN", -9),
-        mock.patch(f"{row_wave}.Tiles.fastest", return_value=3),
-        emulated(CORES, 0) as launched,
-        poisoned_allocation(),
-    ):
+    with forced(support, first(last_splits=3)), emulated(CORES, 0) as launched, poisoned_allocation():
         results = case.run("hopper")
     assert [str(x) for x in compare(results, case, solve(case)) if not x.ok] == []
     assert launched == ["forward_kernel", "forward_kernel", "combine_kernel"][: 3 if divided else 1]
@@ -186,12 +191,7 @@ def test_last_wave_of_rows(name: str, rows: int, divided: bool) -> None:
 def test_split_heads(name: str, heads: int, row_splits: int) -> None:
     """Heads of a group, alone and with split rows."""
     case = case_of(name, hash_of(name), "cpu", AROUND_TILES)
-    of_heads = mock.Mock(return_value=heads)
-    with (
-        mock.patch.object(head_splits, "of_plan", of_heads),
-        mock.patch.object(splits, "row_splits", return_value=row_splits),
-        mock.patch(f"{emulated_kernels().__package__}.head_splits.of_call", of_heads),
-    ):
+    with forced(support, backward=first(head_splits=heads, row_splits=row_splits)):
         assert wrong(case, seed=0) == []
 
 
@@ -200,8 +200,16 @@ def test_split_heads(name: str, heads: int, row_splits: int) -> None:
 ])  # fmt: skip
 def test_split_heads_of_wide_kernels(name: str, heads: int) -> None:
     case = replace(VARIANTS[name], heads=(4, 1)).case(hash_of(name), "cpu", AROUND_TILES)
-    with mock.patch.object(head_splits, "of_dkdv", return_value=heads):
+    with forced(support, backward=first(head_splits=heads)):
         assert wrong(case, seed=0) == []
+
+
+def adds_late(config: Any) -> bool:
+    return config.late_dq is not None
+
+
+def keeps_keys_in_registers(config: Any) -> bool:
+    return config.dkdv.keys_in_registers
 
 
 @pytest.mark.parametrize(("name", "row_splits"), [
@@ -209,14 +217,13 @@ def test_split_heads_of_wide_kernels(name: str, heads: int) -> None:
     ("full 64", 1), ("grouped heads 64", 1),
 ])  # fmt: skip
 def test_late_dq(name: str, row_splits: int) -> None:
-    """A kernel otherwise chosen for long calls only, also with more rows than keys."""
+    """Also with more rows than keys."""
     package = emulated_kernels().__package__
     case = case_of(name, hash_of(name), "cpu", (193, 255, 384, 288))
     fused = importlib.import_module(f"{package}.kernels.backward.fused")
     with (
-        mock.patch.multiple(f"{package}.fused_backward", LATE_DQ_LENGTH=193, LATE_WIDE_LENGTH=193, MANY_BLOCKS=0),
-        mock.patch.object(tables, "LATE_64_LENGTH", 193),
-        mock.patch.object(splits, "row_splits", return_value=row_splits),
+        mock.patch.object(candidates, "DQ_LENGTH", 193),
+        forced(support, backward=first(where=adds_late, row_splits=row_splits)),
         mock.patch.object(fused, "add_dq", side_effect=fused.add_dq) as add_dq,
     ):
         assert wrong(case, seed=0) == []
@@ -228,14 +235,9 @@ def test_late_dq(name: str, row_splits: int) -> None:
 ])  # fmt: skip
 def test_last_wave(name: str, heads_at_once: int) -> None:
     """Blocks of keys of the last head, or of the last ones, of whose rows several programs have parts."""
-    package = emulated_kernels().__package__
     case = replace(VARIANTS[name], seqlen_q=257, seqlen_k=300).case(4, "cpu")
-    with (
-        mock.patch(f"{package}.last_wave.GAIN", 9.0),
-        mock.patch(f"{package}.backward_launches.BackwardLaunches.l2_swizzle", return_value=heads_at_once),
-        mock.patch.object(splits, "row_splits", return_value=1),
-        emulated(5, 0) as launched,
-    ):
+    wave = first(heads_at_once=heads_at_once, last_splits=2)
+    with forced(support, backward=wave), emulated(5, 0) as launched:
         results = case.run("hopper")
     assert [str(x) for x in compare(results, case, solve(case)) if not x.ok] == []
     assert launched.count("backward_kernel") == 2
@@ -246,8 +248,7 @@ def test_last_wave(name: str, heads_at_once: int) -> None:
 def test_chunks_of_rows(name: str, row_chunks: int, row_splits: int) -> None:
     """Also more chunks than there are blocks of rows, and chunks that several programs share."""
     case = case_of(name, hash_of(name), "cpu", AROUND_TILES)
-    chosen = {"row_chunks": mock.Mock(return_value=row_chunks), "row_splits": mock.Mock(return_value=row_splits)}
-    with mock.patch.multiple(splits, **chosen):
+    with forced(support, backward=first(row_chunks=row_chunks, row_splits=row_splits)):
         assert wrong(case, seed=0) == []
 
 
@@ -509,18 +510,17 @@ BUGS = (
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
-def test_bug_is_caught(bug: Bug, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bug_is_caught(bug: Bug, tmp_path: Path) -> None:
     folder = tmp_path / f"bug{BUGS.index(bug)}"
     copy_with_mistake(folder, bug.file, bug.name, bug.old, bug.new)
-    if bug.file == LATE_DQ:
-        launches = importlib.import_module(f"{emulated_kernels(folder).__package__}.fused_backward")
-        monkeypatch.setattr(launches, "LATE_DQ_LENGTH", 193)
-    if "chunks" in bug.name:
-        monkeypatch.setattr(splits, "row_chunks", lambda *_: 2)
-    for seed in range(bug.seed, bug.seed + 8):
-        try:
-            if wrong(case_of(bug.variant, seed, "cpu", bug.lengths), seed, folder):
+    backward = first(row_chunks=2) if "chunks" in bug.name else first()
+    if bug.file in (LATE_DQ, KEYS):
+        backward = first(where=adds_late if bug.file == LATE_DQ else keeps_keys_in_registers)
+    with mock.patch.object(candidates, "DQ_LENGTH", 193), forced(support, backward=backward):
+        for seed in range(bug.seed, bug.seed + 8):
+            try:
+                if wrong(case_of(bug.variant, seed, "cpu", bug.lengths), seed, folder):
+                    return
+            except EmulationError:
                 return
-        except EmulationError:
-            return
     pytest.fail("not detected")

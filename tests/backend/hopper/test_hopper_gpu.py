@@ -3,17 +3,20 @@
 A barrier that is never signaled hangs: a test that takes too long ends the process and prints the stack.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import large_terms
 import pytest
 import torch
-from hopper_variants import LONGER, VARIANTS, case_of, with_tiles
+from forced import first, forced, number
+from hopper_variants import LONGER, VARIANTS, case_of, tiles_of, with_tiles
 
 import flashtile
-from flashtile.backend.hopper import fused_backward, support, tables
-from flashtile.backend.hopper.tile_config import ForwardConfig
+from flashtile.backend.hopper import fused_backward, support
+from flashtile.backend.hopper.plan import candidates
 from flashtile.dispatch import fast_path
 from flashtile.testing.oracle import solve
 from flashtile.testing.poison import poisoned_allocation
@@ -36,54 +39,61 @@ def test_random_problems_are_within_the_bound(name: str) -> None:
     "name", ["full 32", "full 64", "causal 64", "window 64", "packed sinks 64", "causal 80", "causal 96", "packed 96"]
 )
 def test_three_warpgroups(name: str) -> None:
-    """A configuration otherwise chosen for long sequences only."""
-    check_with_tiles(name, tables.THREE_WARPGROUPS)
+    with with_tiles(tiles_of(3)):
+        check_random_problems(name)
 
 
 @pytest.mark.parametrize("name", ["full 64", "packed 64", "full 128", "causal 128"])
-def test_tiles_of_short_calls(name: str) -> None:
-    check_with_tiles(name, tables.SHORT_3WG)
+def test_short_blocks_of_three_warpgroups(name: str) -> None:
+    with with_tiles(tiles_of(3, block_n=64)):
+        check_random_problems(name)
 
 
 @pytest.mark.parametrize(
     "name", ["full 64", "causal 64", "grouped heads 64", "full 128", "causal 80", "causal 96", "grouped heads 96"]
 )
 def test_late_dq(name: str) -> None:
-    """A kernel otherwise chosen for long calls only."""
-    fast_path.forget()
-    lengths = mock.patch.object(fused_backward, "LATE_DQ_LENGTH", 129), mock.patch.object(tables, "LATE_64_LENGTH", 129)
-    try:
-        with lengths[0], lengths[1]:
-            check_random_problems(name)
-    finally:
-        fast_path.forget()
+    def adds_late(config: Any) -> bool:
+        return config.late_dq is not None
+
+    with mock.patch.object(candidates, "DQ_LENGTH", 129), forced(support, backward=first(where=adds_late)):
+        check_random_problems(name, lengths=[n for n in LONGER if n >= 129])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_all_candidates_give_the_same_results(name: str) -> None:
+    for seed in range(0, 20, 5):
+        with forced(support, number(seed), number(seed)):
+            check_random_problems(name, seeds=(seed,))
 
 
 def test_last_wave() -> None:
-    """Several programs have parts of each of the last 12 of 144 blocks of keys, on 132 multiprocessors."""
+    """Eleven programs have parts of each of the last 12 of 144 blocks of keys, on 132 multiprocessors."""
     variant = replace(VARIANTS["full 128"], heads=(16, 16), seqlen_q=1100, seqlen_k=1100)
     case = variant.case(2, "cuda")
     launch = fused_backward.FusedBackward.launch_last_wave
-    with mock.patch.object(fused_backward.FusedBackward, "launch_last_wave", autospec=True, side_effect=launch) as wave:
+    with (
+        forced(support, backward=first(last_splits=11)),
+        mock.patch.object(fused_backward.FusedBackward, "launch_last_wave", autospec=True, side_effect=launch) as wave,
+    ):
         results = {key: x.cpu() for key, x in case.run("hopper").items()}
     assert wave.call_count == 1
     wrong = [str(x) for x in compare(results, case, solve(case)) if not x.ok]
     assert not wrong, "\n".join(wrong)
 
 
-def check_with_tiles(name: str, tiles: dict[tuple[int, int], ForwardConfig]) -> None:
+@pytest.fixture(autouse=True)
+def other_plans() -> Iterator[None]:
     fast_path.forget()
-    try:
-        with with_tiles(tiles):
-            check_random_problems(name)
-    finally:
-        fast_path.forget()
+    yield
+    fast_path.forget()
 
 
-def check_random_problems(name: str) -> None:
+def check_random_problems(name: str, seeds: Sequence[int] = range(PROBLEMS), lengths: Sequence[int] = LONGER) -> None:
+    fast_path.forget()
     failures = []
-    for seed in range(PROBLEMS):
-        case = case_of(name, seed, "cuda")
+    for seed in seeds:
+        case = case_of(name, seed, "cuda", tuple(lengths))
         if case.arguments.get("max_seqlen_q", LONGER[0]) < LONGER[0]:  # only zero-length sequences
             continue
         with poisoned_allocation():

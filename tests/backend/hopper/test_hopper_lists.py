@@ -17,14 +17,12 @@ from checking import dense_case
 from gluon_emulation.backend import FOLDER, copy_with_mistake, emulated, emulated_kernels
 from gluon_emulation.machine import EmulationError
 from hopper_score_mods import decay, with_score_mod
-from hopper_variants import with_tiles
+from hopper_variants import tiles_of, with_tiles
 from listed_masks import UNSEEN, dilated, documents, earlier, far_by_head
 
 from flashtile import MaskMod, mask_mods, score_mods
 from flashtile.api.explain import described_call
 from flashtile.backend.gpu.replay import Recorder
-from flashtile.backend.hopper.tables import ONE_WARPGROUP, THREE_WARPGROUPS
-from flashtile.backend.hopper.tile_config import ForwardConfig
 from flashtile.call.call import Tensors
 from flashtile.expression.blocks import FULL, SUMMARY_BLOCK
 from flashtile.testing.case import Case, MaskFunction
@@ -127,10 +125,10 @@ def test_within_the_bound(name: str) -> None:
     assert wrong(name) == []
 
 
-@pytest.mark.parametrize("tiles", [ONE_WARPGROUP, THREE_WARPGROUPS])
-def test_other_tiles(tiles: dict[tuple[int, int], ForwardConfig]) -> None:
+@pytest.mark.parametrize("num_warpgroups", [1, 3])
+def test_other_tiles(num_warpgroups: int) -> None:
     """Lists and bits of 64 rows and keys, and of 192 rows."""
-    with with_tiles(tiles):
+    with with_tiles(tiles_of(num_warpgroups)):
         assert wrong("documents, causal 64") == []
 
 

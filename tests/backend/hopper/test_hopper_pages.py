@@ -10,13 +10,14 @@ import torch
 
 pytest.importorskip("triton")
 
+from forced import first, forced
 from gluon_emulation.backend import FOLDER, copy_with_mistake, emulated
 from gluon_emulation.machine import EmulationError
-from hopper_variants import with_tiles
+from hopper_variants import tiles_of, with_tiles
 from paged_cases import CASES, Paged, with_missing_pages
 
 from flashtile.backend.gpu import replay
-from flashtile.backend.hopper import support, tables
+from flashtile.backend.hopper import support
 from flashtile.call.device import Device
 from flashtile.errors import BackendError
 from flashtile.testing.case import Case
@@ -48,7 +49,7 @@ def test_pages(name: str) -> None:
 @pytest.mark.parametrize("name", ["16", "64, window"])
 def test_three_warpgroups(name: str) -> None:
     case = replace(CASES[name], head_dim=64, head_dim_v=None).case(1, "cpu")
-    with with_tiles(tables.THREE_WARPGROUPS):
+    with with_tiles(tiles_of(3)):
         assert wrong(case) == []
 
 
@@ -58,12 +59,12 @@ def test_three_warpgroups(name: str) -> None:
 )
 def test_split_keys(name: str, num_splits: int) -> None:
     """Also more splits than a sequence has blocks of keys."""
-    with mock.patch.object(support, "num_splits", return_value=num_splits):
+    with forced(support, first(num_splits=num_splits)):
         assert wrong(CASES[name].case(2, "cpu")) == []
 
 
 def test_packed_queries_are_not_split() -> None:
-    with mock.patch.object(support, "num_splits", return_value=2):
+    with forced(support, first(num_splits=2)):
         assert wrong(CASES["16"].case(2, "cpu")) == []
 
 

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from exhausted import runs_out_of_memory
+from forced import first
 from offline.compiled import KIB, compile_launch, unset_registers
 from offline.families import ARCHITECTURES, call_of_family, most_registers
 from offline.launches import launches_of, recorded, replay_of, results_of
@@ -20,6 +21,7 @@ from flashtile.backend.gpu.installed import triton_version
 from flashtile.backend.gpu.pairs import has_pairs
 from flashtile.backend.triton.families import SHARED_MEMORY
 from flashtile.backend.triton.support import MAX_HEAD_DIM
+from flashtile.backend.triton.tile_config import TileConfig
 from flashtile.call.call import DIFFERENTIABLE, Call
 from flashtile.dispatch.operators import OPERATORS
 from flashtile.testing.generate import random_case
@@ -72,7 +74,7 @@ def test_a_table_of_a_score_mod_stays_out_of_shared_memory(kernel: str) -> None:
 @pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"causal": True, "softcap": 30.0}])
 def test_four_programs_of_head_dim_64_share_a_hopper_core(arguments: dict[str, Any]) -> None:
     q = torch.empty(8, 16, 1024, 64, dtype=torch.bfloat16)
-    (launch,) = launches_of(described_call(q, q, q, None, None, arguments), "sm_90", backward=False)
+    (launch,) = launches_of(described_call(q, q, q, None, None, arguments), "sm_90", backward=None)
     found = compile_launch(launch, "sm_90")
     assert found.registers is not None
     assert found.registers * launch.arguments["num_warps"] * 32 * 4 <= 65536
@@ -175,18 +177,22 @@ def precision_restored() -> Iterator[None]:
     ],
 )
 def test_precision_of_fp32_products(settings: list[tuple[Any, str, Any]], expected: str) -> None:
-    """Set through either of PyTorch's APIs, or both. On Hopper, float32 products are three of TF32, or in backward of
-    more pairs six of bfloat16.
+    """Set through either of PyTorch's APIs, or both. On Hopper, float32 products are three of TF32, or in backward six
+    of bfloat16.
     """
+
+    def splits(tile: TileConfig) -> bool:
+        return tile.dkdv.precision == "bf16x6"
+
     for owner, name, value in settings:
         setattr(owner, name, value)
-    for arch, length, exact in (
-        ("sm_80", 128, {"ieee"}),
-        ("sm_90", 128, {"tf32x3"}),
-        ("sm_90", 4096, {"tf32x3", "bf16x6"}),
+    for arch, backward, exact in (
+        ("sm_80", first(), {"ieee"}),
+        ("sm_90", first(), {"tf32x3"}),
+        ("sm_90", first(where=splits), {"tf32x3", "bf16x6"}),
     ):
-        q = torch.empty(1, 2, length, 16)
-        launches = launches_of(described_call(q, q, q, None, None, {}), arch)
+        q = torch.empty(1, 2, 128, 16)
+        launches = launches_of(described_call(q, q, q, None, None, {}), arch, backward=backward)
         found = {x.arguments["CONFIG"].PRECISION for x in launches if "CONFIG" in x.arguments}
         assert found == (exact if expected == "ieee" else {expected})
 

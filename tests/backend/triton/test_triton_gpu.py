@@ -9,11 +9,13 @@ import large_terms
 import pytest
 import torch
 from float32_cases import case_of
+from forced import forced
 from infinite import infinite_case
 from variants import VARIANTS
 
 import flashtile
-from flashtile.backend.triton import configs, score_blocks
+from flashtile.backend.triton import score_blocks, support
+from flashtile.backend.triton.plan import candidates
 from flashtile.dispatch import fast_path
 from flashtile.testing.case import Case
 from flashtile.testing.oracle import solve
@@ -101,7 +103,8 @@ def test_pytorch_multiplies_wide_heads(name: str, dtype: torch.dtype) -> None:
     score_blocks.blocks_of.cache_clear()
     fast_path.forget()
     with (
-        mock.patch.object(configs, "takes_products", return_value=True),
+        mock.patch.object(candidates, "multiplies", return_value=True),
+        forced(support),
         mock.patch.multiple(score_blocks, SCORES=2**16, BLOCK_COST=0, KEY_COST=0),
         poisoned_allocation(),
     ):

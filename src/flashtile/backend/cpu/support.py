@@ -11,7 +11,7 @@ import torch
 
 from ...call.call import Call, Needs
 from ...call.device import Device
-from ...call.plan import Plan
+from ...call.plan import Candidate, Plan
 from ...call.problem import Problem, too_long
 
 SUMMARY = "LLVM kernels for CPUs, generated from Python: every feature, head dimensions to 512"
@@ -75,7 +75,12 @@ def declines(problem: Problem, device: Device) -> str | None:
     return too_long(problem)
 
 
-def tile(problem: Problem, device: Device) -> TileConfig:
+def candidates(problem: Problem, device: Device, needs: Needs | None) -> list[Candidate]:
+    """The one way to run a pass; nothing else on a CPU is faster."""
+    return [Candidate(tile(problem), num_splits(problem), 0.0)]
+
+
+def tile(problem: Problem) -> TileConfig:
     size = 8 if problem.dtype is torch.float64 else 4
     max_rows = ROW_BYTES // ((problem.head_dim + problem.head_dim_v) * size)
     rows = problem.seqlen_q * problem.num_heads_q // max(problem.num_heads_kv, 1)
@@ -97,7 +102,7 @@ def tiles(plan: Plan, call: Call, needs: Needs | None) -> dict[str, Any]:
     return plan.tile._asdict() | {"forward by": host_width(uses_matrix_tiles(call, plan.tile.rows))}
 
 
-def num_splits(problem: Problem, device: Device) -> int:
+def num_splits(problem: Problem) -> int:
     """Splits of the keys, for few query rows. Independent of the number of threads, so that results are too."""
     rows = problem.seqlen_q * problem.num_heads_q // max(problem.num_heads_kv, 1)
     if rows > 64:

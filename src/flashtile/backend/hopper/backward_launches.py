@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ...call.call import Call, Needs, Tensors, new_rows
 from ...call.device import describe_device
-from ...call.formulas import mask_formula
-from ...expression.blocks import has_classes
 from ..epilogue import RowStats, requested_from_rows
 from ..gpu.kernel import Kernel
 from ..gpu.pairs import with_contiguous_keys
@@ -29,14 +27,10 @@ from ..scalars import (
 from . import formulas
 from .descriptors import dense_descriptor, ragged_descriptor, row_stats_descriptor
 from .distance_table import with_distance_table
-from .key_queue import L2_BYTES, KeyQueue, steps_of_blocks
-from .listed import has_lists
-from .scheduler_args import equal_groups, listed_heads
-from .tables import max_blocks
+from .scheduler_args import max_blocks
+from .steps import steps_of_blocks
 from .tile_config import ALIGN, MMA_M, OVERLAPPING, DkdvConfig, FusedBackwardConfig
 
-LISTED_BYTES = 24 * 2**20  # of rows and their dq accumulators in the L2 cache, of more heads than fill the device
-NARROW, LONG, LONG_HEADS = 64, 8192, 4  # up to this width, programs share so many rows and keys of so many heads
 WARPS = 4
 # In `preprocess`, features of a warp: more are loaded one after another, as the compiler saves registers.
 FEATURES, MOST_WARPS = 512, 16
@@ -205,8 +199,8 @@ class BackwardLaunches:
             "num_warps": WARPS,
         }
 
-    def key_kernel_scalars(self, bytes_per_row: int) -> dict[str, Any]:
-        """Scalars of the kernel for dk and dv; `bytes_per_row` is the L2 footprint of a row of its inputs."""
+    def key_kernel_scalars(self) -> dict[str, Any]:
+        """Scalars of the kernel for dk and dv."""
         heads_k = self.k.shape[1]
         return {
             **self.common_scalars(),
@@ -214,47 +208,14 @@ class BackwardLaunches:
             "num_tiles": self.blocks.num_tiles,
             "num_blocks": self.blocks.n_blocks,
             "total_heads": self.heads,
-            "l2_swizzle": 0 if self.packed else self.l2_swizzle(bytes_per_row),
+            "l2_swizzle": 0 if self.packed else min(self.config.heads_at_once, self.heads),
             "num_heads_k": heads_k,
         }
-
-    def l2_swizzle(self, bytes_per_row: int) -> int:
-        """Key heads that are scheduled together, or parts of their groups.
-
-        One group just fills the device, so that programs that wait for each other start together; few rows, for whose
-        dq they wait, are those of several heads; so are long ones, unless the order of sums keeps programs in step.
-        With a window or a diagonal, whose blocks of keys differ in length, it fills the device twice where programs
-        need not wait, and has to fit the L2 cache, as these blocks visit different rows (`key_queue`). With lists it is
-        all that fit there, unless programs wait, or that fill the device some times: they do not end together.
-        """
-        resident_heads = max(1, self.programs // self.blocks.n_blocks)
-        bytes_per_head = self.group * self.seqlen_q * bytes_per_row
-        any_order = isinstance(self.config, FusedBackwardConfig) and not self.config.in_order
-        if has_lists(self.call) and any_order:
-            filling, formula = listed_heads(self.call, self.blocks.n_blocks), mask_formula(self.call)
-            if formula is None or not has_classes(formula):  # long lists, which need the cache
-                filling = min(filling, L2_BYTES // bytes_per_head)
-            # Times blocks of keys, it has to fit int32.
-            return equal_groups(self.heads, max(1, LISTED_BYTES // bytes_per_head, filling))
-        if self.call.settings.window.unlimited:
-            narrow = self.config.head_dim.width <= NARROW
-            long = narrow and any_order and min(self.seqlen_q, self.seqlen_k) >= LONG
-            several = min(LONG_HEADS, L2_BYTES // bytes_per_head) if long else 1
-            return max(several, resident_heads, self.programs // (self.group * self.blocks.m_blocks))
-        queue = self.key_queue(bytes_per_head)
-        if any_order and self.config.splits == self.config.head_splits:
-            return queue.heads_at_once()
-        return queue.fitting_heads(resident_heads if self.config.in_order else 2 * self.programs // len(queue.steps))
 
     @property
     def heads(self) -> int:
         """Key heads of all sequences of a dense call, or parts of their groups."""
         return self.blocks.heads // self.group
-
-    def key_queue(self, bytes_per_head: int) -> KeyQueue:
-        """The queue of a dense call's blocks of keys, if programs share none of their rows."""
-        steps = tuple(self.group * n for n in self.steps_of_blocks())
-        return KeyQueue(self.heads, steps, self.programs, bytes_per_head, self.config.head_splits)
 
     def steps_of_blocks(self) -> list[int]:
         """Blocks of rows that each block of keys of a head of a dense call visits."""

@@ -14,7 +14,7 @@ from ..gpu.pointers import Described
 from ..gpu.replay import Recorder
 from .descriptors import dense_descriptor
 from .listed import has_pair_bits
-from .tables import BACKWARD_BIAS_STAGES, FORWARD_BIAS_STAGES, ONE_WARPGROUP, TWO_WARPGROUPS
+from .plan.tables import BACKWARD_BIAS_STAGES, FORWARD, FORWARD_BIAS_STAGES
 from .tile_config import MMA_M, ForwardConfig, FusedBackwardConfig
 from .widths import ONE_BOX
 
@@ -95,9 +95,10 @@ def with_room(call: Call, config: ForwardConfig) -> ForwardConfig:
     reads_mask = masked and (config.splits > 1 or not has_pair_bits(call))
     if (config.num_warpgroups == 1 and reads_bias) or (config.num_warpgroups in (1, 3) and reads_mask):
         unaligned = call.layout == "dense" and takes_tiles(call) and not masked
-        if unaligned and config == ONE_WARPGROUP[ONE_BOX[-1]] and num_tiles(call) <= FEW_TILES:
+        if unaligned and config.compiled == FORWARD[ONE_BOX[-1]][-1] and num_tiles(call) <= FEW_TILES:
             return replace(config, programs_per_core=2)
-        return TWO_WARPGROUPS[config.head_dim.width, config.head_dim_v.width].with_splits(config.splits)
+        two = FORWARD[config.head_dim.width, config.head_dim_v.width][0]
+        return replace(two, heads_at_once=config.heads_at_once).with_splits(config.splits)
     return config
 
 

@@ -24,8 +24,7 @@ from .block_lists import NO_LISTS, NO_POINTERS, mask_states, row_lists
 from .descriptors import dense_descriptor, pages_descriptor, ragged_descriptor
 from .distance_table import with_distance_table
 from .formulas import launch, units
-from .row_wave import RowWave, row_wave
-from .scheduler_args import query_group, scheduler_args
+from .scheduler_args import query_group, rest_of_waves, scheduler_args
 from .semaphores import tile_count_semaphore
 from .tile_config import ALIGN, COMBINE_ROWS, MMA_M, Float32Forward, ForwardConfig
 
@@ -58,7 +57,7 @@ def forward_config(plan: Plan, call: Call) -> ForwardConfig | Float32Forward:
     config, num_splits = plan.tile.forward, call.settings.num_splits
     if config.kind == "float32" or call.tensors.cu_seqlens_q is not None:
         return config
-    chosen = config if num_splits is None else replace(config, divides_last_wave=False)
+    chosen = config if num_splits is None else replace(config, last_splits=1)
     return chosen.with_splits(splits_of(call, plan.num_splits, chosen.block_n))
 
 
@@ -93,14 +92,11 @@ def launch_forward(recorder: Recorder, config: ForwardConfig | Float32Forward, c
     states = mask_states(recorder, call) if whole else None
     sizes = config.block_m, config.block_n
     lists, scalars = row_lists(recorder, call, *sizes, states) if whole else (NO_POINTERS, NO_LISTS)
-    wave = RowWave()
-    if config.divides_last_wave:
-        batch, heads, seqlen_q, _ = t.q.shape
-        wave = row_wave(config, batch * heads, seqlen_q, t.k.shape[2], describe_device(out.device).cores)
-    launch_tiles(recorder, config, call, rows, lists | bias_pointers, scalars, wave.tiles)
-    if wave.tiles > 0:
-        rest, results = of_last_wave(recorder, call, rows, wave.tiles * config.block_m)
-        launch_tiles(recorder, config.with_splits(wave.splits), rest, results, lists | bias_pointers, scalars)
+    left = last_tiles(call, config) if config.last_splits > 1 else 0
+    launch_tiles(recorder, config, call, rows, lists | bias_pointers, scalars, left)
+    if left > 0:
+        rest, results = of_last_wave(recorder, call, rows, left * config.block_m)
+        launch_tiles(recorder, config.with_splits(config.last_splits), rest, results, lists | bias_pointers, scalars)
     return (out, row_stats) if states is None else (out, row_stats, states)
 
 
@@ -148,6 +144,14 @@ def launch_tiles(
     launch(recorder, call, FORWARD, {**pointers, **more_pointers}, programs, scalars)
     if config.splits > 1:
         combine_splits(recorder, config, rows, results)
+
+
+def last_tiles(call: Call, config: ForwardConfig) -> int:
+    """Tiles that are left after whole waves of them, if they are rows of the last head."""
+    batch, heads, seqlen_q, _ = call.tensors.q.shape
+    blocks = -(-seqlen_q // config.block_m)
+    left = rest_of_waves(batch * heads * blocks, describe_device(call.tensors.q.device).cores)
+    return left if left <= blocks else 0
 
 
 def of_last_wave(recorder: Recorder, call: Call, results: ForwardResults, num_rows: int) -> tuple[Call, ForwardResults]:
@@ -234,7 +238,7 @@ def __getattr__(name: str) -> Any:
 def launch_scalars(call: Call, config: ForwardConfig, left_out: int) -> tuple[int, dict[str, Any]]:
     """Number of programs, and the kernel's scalar arguments."""
     t = call.tensors
-    scheduling = scheduler_args(call, config.block_m, config.block_n, config.programs_per_core)
+    scheduling = scheduler_args(call, config)
     scheduling["num_tiles"] = (scheduling["num_tiles"] - left_out) * config.splits
     programs = describe_device(t.q.device).cores * config.programs_per_core
     return min(programs, scheduling["num_tiles"]), {

@@ -46,7 +46,7 @@ def launch_forward(recorder: Recorder, config: Float32Forward, call: Call) -> Re
         "cu_seqlens_k": recorder.contiguous(t.cu_seqlens_k),
         "seqused_k": recorder.contiguous(t.seqused_k),
     }
-    scheduling = scheduler_args(call._replace(tensors=t), config.block_m, config.block_n)
+    scheduling = scheduler_args(call._replace(tensors=t), config)
     units = score_units(call)
     scalars = {
         **strides("out", out, ALIGN),
@@ -58,7 +58,7 @@ def launch_forward(recorder: Recorder, config: Float32Forward, call: Call) -> Re
         "columns": config.head_dim.columns_of(v),
         "num_heads": q.shape[1],
         "group": query_group(call._replace(tensors=t)),
-        "CONFIG": config,
+        "CONFIG": config.compiled,
         "num_warps": 4,
         **OVERLAPPING,
     }

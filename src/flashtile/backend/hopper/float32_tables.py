@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from ...call.problem import Problem
 from .tile_config import (
     ALIGN,
     Constexpr,
@@ -13,7 +12,6 @@ from .tile_config import (
     SplitBackwardConfig,
     TileConfig,
 )
-from .widths import widths
 
 PARTS, PARTS_IF_TF32 = 3, 2  # of a number; fewer where PyTorch allows TF32, which has 11 bits: two have 16
 
@@ -46,10 +44,3 @@ CONFIGS = {  # by width of the kernels: 128 measured on an H100, the others deri
     96: configs(D96, forward=4, dq=(2, 2), dkdv=1),
     128: configs(D128, forward=2, dq=(2, 1), dkdv=1),
 }
-
-
-def tile_config(problem: Problem) -> TileConfig:
-    """The configurations of the narrowest kernels that hold the head dimensions."""
-    width = widths(problem)
-    assert width is not None  # `support` declines others
-    return CONFIGS[width[0]]

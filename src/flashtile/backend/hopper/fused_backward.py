@@ -1,6 +1,5 @@
 """Launches of the fused backward pass: one kernel that accumulates dq in memory, and the conversion of dq."""
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,8 +11,7 @@ from ..gpu.kernel import Kernel
 from ..gpu.pointers import Described, Layout, Pointers
 from ..gpu.replay import Recorder, Results
 from ..scalars import strides
-from . import head_splits
-from .backward_launches import WARPS, BackwardLaunches, Rows, cores_of
+from .backward_launches import WARPS, BackwardLaunches, Rows
 from .bias_tiles import BACKWARD_SHARE, backward_tiles, with_aligned_rows
 from .block_lists import has_lists, key_lists, mask_states
 from .descriptors import dq_accum_descriptor
@@ -26,10 +24,6 @@ ADD_SPLITS = Kernel(f"{__package__}.kernels.add_splits", "add_splits_kernel")
 POSTPROCESS = Kernel(f"{__package__}.kernels.postprocess", "postprocess_kernel")
 NO_WAVE: dict[str, Any] = {"first_tile": None, "first_head": None}
 NO_CHUNK: dict[str, Any] = {"chunk_lo": None, "chunk_hi": None}
-# Rows and keys from which adding dq late was measured to be faster, and the same with a diagonal at 128 features, if no
-# programs share a group (docs/journal/2026-11-25-late-dq.md, 2026-11-26-backward-queues.md).
-LATE_DQ_LENGTH, LATE_WIDE_LENGTH, WIDE = 1536, 2**13, 128
-MANY_BLOCKS = 32  # of keys, of which a last one that is computed for nothing is a small part
 
 
 class FusedBackward(BackwardLaunches):
@@ -46,8 +40,7 @@ class FusedBackward(BackwardLaunches):
         dout: Tensor,
         states: Tensor | None,
     ):
-        splits = head_splits.of_call(call._replace(tensors=t), config, cores_of(t.q))
-        super().__init__(recorder, replace(config, head_splits=splits), call, t, dout)
+        super().__init__(recorder, config, call, t, dout)
         copied = with_aligned_rows(recorder, self.call, self.config, BACKWARD_SHARE)
         self.call, self.follows_copy = copied, copied is not self.call
         self.mask_states = mask_states(recorder, self.call) if states is None else states
@@ -60,40 +53,20 @@ class FusedBackward(BackwardLaunches):
             return False
         return self.steps_of_blocks() == [self.blocks.m_blocks]
 
-    @property
-    def late_dq(self) -> bool:
-        """Whether warpgroups add dq to zeros, one step late: above 64 features not in short calls, which setting the
-        zeros costs too much, nor in those of few blocks of keys where the last one has none for the second warpgroup.
-        """
-        config = self.config
-        wide = config.head_dim.width == WIDE and not self.call.settings.window.unlimited
-        long = min(self.seqlen_q, self.seqlen_k) >= (LATE_WIDE_LENGTH if wide else LATE_DQ_LENGTH)
-        alone = 0 < self.seqlen_k % config.block_n <= MMA_M and self.blocks.n_blocks < MANY_BLOCKS
-        fits = long and not alone and not (wide and config.splits > 1)
-        return config.late_dq is not None and (fits or config.head_dim.width == MMA_M)  # there, plans decide
-
-    @property
-    def kernel_config(self) -> FusedBackwardConfig:
-        """The configuration that the kernel is compiled for."""
-        config, late_dq = self.config.compiled, self.config.late_dq
-        if late_dq is None or not self.late_dq:
-            return replace(config, late_dq=None)
-        return replace(config, stages=late_dq.stages)
-
     def more_workspace(self) -> dict[str, Layout]:
         if self.stores_dq:
             return {}
         heads, width = self.config.dq_parts * self.blocks.heads, self.config.head_dim.width
         dq_accum: dict[str, Layout] = {"dq_accum": ((heads * self.padded_rows, width), torch.float32)}
-        if self.late_dq:
+        if self.config.late_dq is not None:
             return dq_accum
         return {"dq_semaphore": ((heads * self.blocks.m_blocks, NUM_WARPGROUPS), torch.int32)} | dq_accum
 
     def run(self, rows: Rows, needs: Needs) -> Results:
         """Launch all kernels; returns dq, dk and dv."""
-        wave = self.last_wave(needs, self.key_kernel_scalars(self.config.bytes_per_row)["l2_swizzle"])
+        wave = self.last_wave(needs)
         sums = self.sums_of_wave(wave) if wave is not None else []
-        self.preprocess(rows, self.workspace["dq_accum"] if self.late_dq else None)
+        self.preprocess(rows, self.workspace["dq_accum"] if self.config.late_dq is not None else None)
         if needs.alibi_slopes:
             shape = slope_parts_shape(self.config.splits * self.blocks.heads, self.blocks.n_blocks)
             self.slope_parts = self.recorder.op(partial(new_zeros, shape), self.q)
@@ -114,10 +87,10 @@ class FusedBackward(BackwardLaunches):
             self.recorder, self.call, self.config.block_m, self.config.block_n, self.mask_states,
             first_key_first=self.config.lpt,
         )  # fmt: skip
-        config, bias_pointers = backward_tiles(self.call, self.kernel_config)
+        config, bias_pointers = backward_tiles(self.call, self.config.compiled)
         pointers |= lists | bias_pointers
         scalars = {
-            **self.key_kernel_scalars(self.config.bytes_per_row),
+            **self.key_kernel_scalars(),
             **list_scalars,
             "head_splits": self.config.head_splits if splits else None,
             "row_splits": self.config.row_splits if splits and not self.config.adds_dkdv else None,
@@ -138,16 +111,14 @@ class FusedBackward(BackwardLaunches):
             self.postprocess(dq)
         return dq, dk, dv
 
-    def last_wave(self, needs: Needs, l2_swizzle: int) -> LastWave | None:
+    def last_wave(self, needs: Needs) -> LastWave | None:
         """The last wave of blocks of keys, if more programs than one share each of them: in dense calls whose blocks
         take equally long, and whose sums may come in any order.
         """
         config = self.config
-        equal = self.call.settings.window.unlimited and not (self.packed or has_lists(self.call))
-        shared = config.splits > 1 or config.row_chunks > 1 or config.in_order
-        if not equal or shared or needs.alibi_slopes or self.seqused_k is not None:
+        if config.last_splits == 1 or needs.alibi_slopes or self.seqused_k is not None:
             return None
-        return last_wave(self.heads, self.blocks.n_blocks, l2_swizzle, self.blocks.m_blocks, self.group, self.cores)
+        return last_wave(self.heads, self.blocks.n_blocks, config.heads_at_once, config.last_splits, self.cores)
 
     def sums_of_wave(self, wave: LastWave) -> list[Tensor]:
         """Zeros to which the last wave adds dk and dv."""
@@ -183,7 +154,7 @@ class FusedBackward(BackwardLaunches):
         if self.stores_dq:
             return absent | {"dq_desc": Described(dq, self.make_descriptor, box)}
         dq_accum = self.workspace["dq_accum"]
-        if self.late_dq:
+        if self.config.late_dq is not None:
             return absent | {"dq_accum": dq_accum}
         dq_accum_desc = Described(dq_accum, dq_accum_descriptor, box)
         return absent | {"dq_accum_desc": dq_accum_desc, "dq_semaphore": self.workspace["dq_semaphore"]}
@@ -206,7 +177,7 @@ class FusedBackward(BackwardLaunches):
     def key_box(self, in_fp32: bool) -> tuple[int, int]:
         """Rows and columns of a box of dk and dv, which may lie where ds of a block does."""
         columns = self.config.head_dim.box
-        if self.kernel_config.stores_through_ds:
+        if self.config.stores_through_ds:
             return MMA_M, min(columns, DQ_COLUMNS // 2 if in_fp32 else DQ_COLUMNS)
         return MMA_M, min(columns, DQ_COLUMNS) if in_fp32 else columns
 
@@ -258,7 +229,7 @@ class FusedBackward(BackwardLaunches):
         }
         pointers = {
             "dq_accum": self.workspace["dq_accum"],
-            "dq_semaphore": None if self.late_dq else self.workspace["dq_semaphore"],
+            "dq_semaphore": None if self.config.late_dq is not None else self.workspace["dq_semaphore"],
             "dq": dq,
             "cu_seqlens_q": self.cu_seqlens_q,
         }

@@ -1,32 +1,20 @@
 """Arguments of the tile scheduler for tiles of rows (`kernels.shared.tile_scheduler`)."""
 
 from ...call.call import Call
-from ...call.device import describe_device
-from .listed import has_lists
-from .row_queue import RowQueue, key_steps
-from .tables import max_blocks
-
-L2_BYTES = 16 * 2**20  # of keys and values that stay in the L2 cache
-MORE_L2_BYTES = 40 * 2**20  # at most, where a short queue of tiles then ends earlier
-LISTED_WAVES = 4  # tiles for each program that heads with lists have together: the last ones differ in length
-SIZES = 64  # of groups of heads that are compared
+from .tile_config import DqConfig, Float32Forward, ForwardConfig
 
 
-def scheduler_args(call: Call, block_m: int, block_n: int, programs_per_core: int = 1) -> dict[str, int]:
-    """Scheduler arguments of a kernel whose tiles have `block_m` rows and visit blocks of `block_n` keys."""
+def scheduler_args(call: Call, config: ForwardConfig | Float32Forward | DqConfig) -> dict[str, int]:
+    """Scheduler arguments of a kernel of tiles of rows."""
     if call.tensors.cu_seqlens_q is not None:
-        return packed_scheduler_args(call, block_m)
-    return dense_scheduler_args(call, block_m, block_n, programs_per_core)
-
-
-def dense_scheduler_args(call: Call, block_m: int, block_n: int, programs_per_core: int) -> dict[str, int]:
+        return packed_scheduler_args(call, config.block_m)
     batch, heads, seqlen_q, _ = call.tensors.q.shape
-    blocks = -(-seqlen_q // block_m)
+    blocks = -(-seqlen_q // config.block_m)
     return {
         "num_tiles": blocks * heads * batch,
         "num_blocks": blocks,
         "total_heads": heads * batch,
-        "l2_swizzle": l2_swizzle(call, block_m, block_n, programs_per_core),
+        "l2_swizzle": min(config.heads_at_once * query_group(call), heads * batch),
         "batch": batch,
         "seqlen_q": seqlen_q,
         "seqlen_k": room_for_keys(call),
@@ -49,41 +37,17 @@ def packed_scheduler_args(call: Call, block_m: int) -> dict[str, int]:
     }
 
 
-def l2_swizzle(call: Call, block_m: int, block_n: int, programs_per_core: int) -> int:
-    """Query heads that are scheduled together.
+def max_blocks(tokens: int, block: int, batch: int) -> int:
+    """Upper bound of the blocks of packed sequences.
 
-    With a window, a diagonal or lists of blocks, as many as the L2 cache holds keys and values for, since their tiles
-    see different keys, and numbers of them: tiles of a few heads alone would leave programs idle at the end. Where such
-    heads do, larger groups may end earlier (`row_queue`). With lists, at least as many as fill the device some times:
-    their order is not that of their lengths.
+    Each sequence begins with a block of its own, and tokens outside all sequences count as one more sequence.
     """
-    q, k, v = call.tensors.q, call.tensors.k, call.tensors.v
-    group, seqlen_q, seqlen_k = query_group(call), q.shape[2], room_for_keys(call)
-    if call.settings.window.unlimited and not has_lists(call):
-        return group
-    heads, bytes_per_head = q.shape[0] * q.shape[1] // group, seqlen_k * (k.shape[-1] + v.shape[-1]) * k.element_size()
-    most = max(1, L2_BYTES // bytes_per_head)
-    if has_lists(call):
-        return group * equal_groups(heads, max(most, listed_heads(call, group * -(-seqlen_q // block_m))))
-    few, programs = equal_groups(heads, most), describe_device(q.device).cores * programs_per_core
-    if few == heads:
-        return group * few
-    steps = reversed(key_steps(call.settings, seqlen_q, seqlen_k, block_m, block_n))
-    queue = RowQueue(heads, tuple(n for n in steps for _ in range(group)), programs)
-    return group * queue.heads_at_once(few, MORE_L2_BYTES // bytes_per_head)
+    return tokens // block + batch + 1
 
 
-def listed_heads(call: Call, blocks: int) -> int:
-    """Heads of `blocks` tiles each that fill the device LISTED_WAVES times."""
-    return -(-LISTED_WAVES * describe_device(call.tensors.q.device).cores // blocks)
-
-
-def equal_groups(heads: int, most: int) -> int:
-    """Heads of each group, at most `most` and over half of them, so that the last group lacks the fewest: a few heads
-    whose tiles begin when all others end would leave programs idle.
-    """
-    most = min(most, heads)
-    return min(range(most, max(most // 2, most - SIZES), -1), key=lambda n: -(-heads // n) * n)
+def rest_of_waves(tiles: int, cores: int) -> int:
+    """The tiles that are left after whole waves of them; 0 where there is no whole wave."""
+    return tiles % cores if tiles > cores else 0
 
 
 def query_group(call: Call) -> int:

@@ -38,14 +38,14 @@ class SplitBackward(BackwardLaunches):
 
     def launch_dq(self) -> Tensor:
         dq = self.new_dq()
-        scheduling = scheduler_args(self.call, self.dq_config.block_m, self.dq_config.block_n)
+        scheduling = scheduler_args(self.call, self.dq_config)
         scalars = {
             **self.common_scalars(),
             **scheduling,
             **strides("dq", dq, ALIGN),
             "num_heads": self.q.shape[1],
             "columns": self.config.head_dim.columns_of(self.q),
-            "CONFIG": self.dq_config,
+            "CONFIG": self.dq_config.compiled,
             **OVERLAPPING,
         }
         row_stats = {name: self.workspace.get(name) for name in ("neg_lse", "neg_residual", "neg_delta")}
@@ -58,9 +58,8 @@ class SplitBackward(BackwardLaunches):
         """Launch the kernel for dk and dv; as a `dependent`, right behind that for dq."""
         parts = self.config.head_splits
         dk, dv = results if parts == 1 else (self.new_parts(x) for x in (self.k, self.v))
-        bytes_per_row = (self.q.shape[-1] + self.v.shape[-1]) * self.q.element_size()
         scalars = {
-            **self.key_kernel_scalars(bytes_per_row),
+            **self.key_kernel_scalars(),
             **strides("dk", dk, ALIGN),
             **strides("dv", dv, ALIGN),
             "head_splits": parts if parts > 1 else None,

@@ -88,7 +88,8 @@ class ForwardConfig(Constexpr):
     q_stages: int = 2  # for each warpgroup; a single one is reloaded during its tile's last step
     speculative_exps: int = 16  # of a thread, computed before a step's maximum is known
     splits: int = 1  # of the keys of a tile; more than one write fp32 results that `combine` merges
-    divides_last_wave: bool = False  # splits the keys of the last tiles alone, if it saves time (`row_wave`)
+    last_splits: int = 1  # the same of the tiles that are left after whole waves
+    heads_at_once: int = 1  # key heads of a dense call whose tiles take turns
     programs_per_core: int = 1
     score_mod: Any = None  # device functions (`formulas.ScoreModFunctions`), set for a launch
     pair_align: int = 1  # elements that divide the strides of bias and mask, set for a launch
@@ -144,21 +145,26 @@ class ForwardConfig(Constexpr):
 
     @property
     def compiled(self) -> "ForwardConfig":
-        """The part that a kernel is compiled for: a number of splits is an argument."""
-        return replace(self, splits=1, divides_last_wave=False)
+        """The part that a kernel is compiled for: numbers of splits and heads are arguments."""
+        return replace(self, splits=1, last_splits=1, heads_at_once=1)
+
+    @property
+    def unsplit(self) -> "ForwardConfig":
+        return replace(self, splits=1)
 
     def with_splits(self, splits: int) -> "ForwardConfig":
         """The same kernel with split keys. Columns of fp32 take twice the staging memory."""
         if splits == 1:
             return self
         columns = self.epilogue_columns // 2
-        return replace(self, splits=splits, divides_last_wave=False, epilogue_columns=columns)
+        return replace(self, splits=splits, last_splits=1, epilogue_columns=columns)
 
     def __str__(self) -> str:
         pages = f", pages in parts of {self.page_rows} keys" if self.page_rows else ""
         programs = "" if self.programs_per_core == 1 else f", {self.programs_per_core} programs a core"
         warpgroups = "1 warpgroup" if self.num_warpgroups == 1 else f"{self.num_warpgroups} warpgroups"
-        return f"{self.block_m} x {self.block_n} ({warpgroups}, {self.stages} stages{programs}{pages})"
+        last = f", the last wave in {self.last_splits} splits" * (self.last_splits > 1)
+        return f"{self.block_m} x {self.block_n} ({warpgroups}, {self.stages} stages{programs}{pages}{last})"
 
 
 @dataclass(frozen=True)
@@ -172,7 +178,16 @@ class Float32Forward(Constexpr):
     consumer_registers: int = 240
     producer_registers: int = 24
     num_warpgroups: int = NUM_WARPGROUPS
+    heads_at_once: int = 1
     kind: Literal["float32"] = "float32"
+
+    @property
+    def unsplit(self) -> "Float32Forward":
+        return self
+
+    @property
+    def compiled(self) -> "Float32Forward":
+        return replace(self, heads_at_once=1)
 
     def with_parts(self, parts: int) -> "Float32Forward":
         return replace(self, head_dim=replace(self.head_dim, parts=parts))
@@ -219,6 +234,8 @@ class FusedBackwardConfig(Constexpr):
     head_splits: int = 1  # programs that share the query heads of a block of keys, scheduled as heads of their own
     row_splits: int = 1  # programs that share its rows; `add_splits` adds their dk and dv
     row_chunks: int = 1  # launches that visit some of the rows each, and add to dk and dv in fp32
+    last_splits: int = 1  # programs that share the rows of the blocks that are left after whole waves
+    heads_at_once: int = 1  # of a dense call, or parts of their groups, whose blocks take turns
     block_n: int = 2 * MMA_M
     score_mod: Any = None
     pair_align: int = 1
@@ -229,7 +246,7 @@ class FusedBackwardConfig(Constexpr):
     @property
     def compiled(self) -> "FusedBackwardConfig":
         """The part that a kernel is compiled for: numbers of parts, splits and chunks are arguments."""
-        return replace(self, dq_parts=1, head_splits=1, row_splits=1, row_chunks=1)
+        return replace(self, dq_parts=1, head_splits=1, row_splits=1, row_chunks=1, last_splits=1, heads_at_once=1)
 
     @property
     def stores_through_ds(self) -> bool:
@@ -289,6 +306,7 @@ class DqConfig(Constexpr):
     dout_in_registers: bool = False  # products read dout from registers, not from shared memory
     block_n: int = MMA_M
     num_warpgroups: int = 2
+    heads_at_once: int = 1
     consumer_registers: int = 240
     producer_registers: int = 24
     score_mod: Any = None
@@ -298,6 +316,10 @@ class DqConfig(Constexpr):
     @property
     def block_m(self) -> int:
         return MMA_M * self.num_warpgroups
+
+    @property
+    def compiled(self) -> "DqConfig":
+        return replace(self, heads_at_once=1)
 
 
 @dataclass(frozen=True)
@@ -314,6 +336,7 @@ class DkdvConfig(Constexpr):
     in_order: bool = False
     dq_parts: int = 1
     head_splits: int = 1  # programs that share the query heads of a block of keys
+    heads_at_once: int = 1
     consumer_registers: int = 240
     producer_registers: int = 24
     score_mod: Any = None
@@ -327,8 +350,8 @@ class DkdvConfig(Constexpr):
 
     @property
     def compiled(self) -> "DkdvConfig":
-        """The part that a kernel is compiled for: a number of splits is an argument."""
-        return replace(self, head_splits=1)
+        """The part that a kernel is compiled for: numbers of splits and heads are arguments."""
+        return replace(self, head_splits=1, heads_at_once=1)
 
 
 @dataclass(frozen=True)
@@ -391,7 +414,7 @@ class SplitBackwardConfig(Constexpr):
 
 
 class TileConfig(NamedTuple):
-    """Configurations of a problem's kernels."""
+    """The configuration of a pass: the other one is absent."""
 
-    forward: ForwardConfig | Float32Forward
-    backward: FusedBackwardConfig | SplitBackwardConfig
+    forward: Any  # ForwardConfig | Float32Forward
+    backward: Any  # FusedBackwardConfig | SplitBackwardConfig

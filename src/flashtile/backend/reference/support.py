@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from ...call.call import Call
+from ...call.call import Call, Needs
 from ...call.device import Device
-from ...call.plan import Plan
+from ...call.plan import Candidate, Plan
 from ...call.problem import Problem
 
 if TYPE_CHECKING:
@@ -21,16 +21,16 @@ def declines(problem: Problem, device: Device) -> str | None:
     return None
 
 
-def tile(problem: Problem, device: Device) -> "TileShape":
+def candidates(problem: Problem, device: Device, needs: Needs | None) -> list[Candidate]:
+    """The one way to run a pass; `auto` never takes it."""
+    return [Candidate(tile(problem), 1, float("inf"))]
+
+
+def tile(problem: Problem) -> "TileShape":
     """One tile: the whole call."""
     from ..blockwise.tiles import TileShape  # deferred: `import flashtile` must be fast
 
     return TileShape(problem.seqlen_q, problem.seqlen_k, problem.num_heads_kv, max(problem.batch, 1))
-
-
-def num_splits(problem: Problem, device: Device) -> int:
-    """Keys are never split."""
-    return 1
 
 
 def unsplit(plan: Plan, call: Call) -> str:

@@ -2,10 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from ...call.call import Call
+from ...call.call import Call, Needs
 from ...call.device import Device
-from ...call.plan import Plan
+from ...call.plan import Candidate, Plan
 from ...call.problem import Problem
+from ...call.window import visible_pairs
 
 if TYPE_CHECKING:
     from ..blockwise.tiles import TileShape
@@ -18,6 +19,8 @@ TILE_SCORES = 2**20
 # A GPU computes more scores in the time that the host takes for an operation (H200, float32 at head dimension 512:
 # forward of 4 x 4096 rows takes 56 ms with the tiles of a CPU and 4.1 with these).
 GPU_BLOCK_M, GPU_BLOCK_N, GPU_TILE_SCORES = 4096, 2048, 2**25
+# Microseconds on a GPU: of a score in memory, of a product of float32, and of a tile's thirty operations.
+SCORE, PRODUCT, OPERATIONS = 6e-5, 4e-8, 150.0
 
 
 def unusable() -> str | None:
@@ -27,6 +30,17 @@ def unusable() -> str | None:
 
 def declines(problem: Problem, device: Device) -> str | None:
     return None
+
+
+def candidates(problem: Problem, device: Device, needs: Needs | None) -> list[Candidate]:
+    """The one way to run a pass, and its time: products and elementwise operations of all scores, in float32."""
+    p, passes = problem, 1 if needs is None else 3
+    pairs = p.counts.batch * p.num_heads_q * visible_pairs(p.window, p.counts.rows, p.counts.keys)
+    shape = tile(p, device)
+    tiles = -(-p.seqlen_q // shape.block_m) * -(-p.seqlen_k // shape.block_n)
+    tiles *= -(-p.num_heads_kv // shape.heads_kv) * -(-p.batch // shape.batch)
+    microseconds = passes * (pairs * (SCORE + PRODUCT * (p.head_dim + p.head_dim_v)) + tiles * OPERATIONS)
+    return [Candidate(shape, 1, microseconds)]
 
 
 def tile(problem: Problem, device: Device) -> "TileShape":
@@ -49,11 +63,6 @@ def row_block_scores(device_type: str) -> int:
     take 1.9 GiB.
     """
     return TILE_SCORES if device_type == "cpu" else 2**26
-
-
-def num_splits(problem: Problem, device: Device) -> int:
-    """Keys are never split."""
-    return 1
 
 
 def unsplit(plan: Plan, call: Call) -> str:

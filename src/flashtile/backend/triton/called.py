@@ -5,8 +5,8 @@ from typing import Any
 from ...call.call import Call, Needs
 from ..gpu.precision import allows_tf32
 from ..scalars import rows_last
-from .configs import by_tf32
 from .host_fused import takes
+from .plan.candidates import by_tf32
 from .tile_config import TileConfig
 
 

@@ -39,7 +39,7 @@ def reads_pairs(problem: Problem) -> bool:
 
 
 def needs_room(problem: Problem, device: Device) -> bool:
-    """Whether a tile may need more shared memory than in the plain problems on which tiles are tuned."""
+    """Whether a tile may need more shared memory than in the plain problems whose tiles are in `plan.tables`."""
     return misaligned(problem, device) or problem.dropout or has_pairs(problem) or problem.pages is not None
 
 

@@ -1,23 +1,19 @@
-"""The problems that the Triton backend accepts, the reasons for which it declines others, and its tiles."""
+"""The problems that the Triton backend accepts, the reasons for which it declines others, and the ways to run them."""
 
 import functools
 import importlib.util
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ...call.call import Call, Needs
 from ...call.device import Device
-from ...call.plan import Plan
+from ...call.plan import Candidate, Plan
 from ...call.problem import Problem, too_long
 from ...expression import Formula
 from ..gpu.formula import unsupported
 from ..gpu.installed import triton_version
-from .wide import WIDE_FLOAT32, is_wide, takes_products
-
-if TYPE_CHECKING:
-    from .tile_config import TileConfig
 
 SUMMARY = "Triton kernels: any GPU that Triton serves, every feature"
 MAX_HEAD_DIM = 512
@@ -69,18 +65,17 @@ def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | N
     return None
 
 
-def defers(problem: Problem, device: Device, needs: Needs | None = None) -> str | None:
-    """Why `auto` leaves a supported problem to the next backend; with `needs`, its backward pass."""
-    float32 = device.type == "cuda" and problem.dtype is torch.float32
-    if float32 and is_wide(problem) and not takes_products(problem, device):
-        return f"float32 above head dimension {WIDE_FLOAT32} is faster by PyTorch's matrix products"
-    return None
+def candidates(problem: Problem, device: Device, needs: Needs | None) -> list[Candidate]:
+    """The ways to run a pass, the fastest first."""
+    from ..gpu.cost import ranked  # not needed by `import flashtile`
+    from ..gpu.rates import rates_of
+    from .plan import candidates, cost
 
-
-def tile(problem: Problem, device: Device) -> "TileConfig":
-    from . import configs  # not needed by `import flashtile`
-
-    return configs.tile(problem, device)
+    if needs is None:
+        ways = [(tile, n, cost.forward(problem, device, tile, n)) for tile, n in candidates.forward(problem, device)]
+    else:
+        ways = [(tile, 1, cost.backward(problem, device, tile)) for tile in candidates.backward(problem, device)]
+    return ranked(ways, rates_of(device))
 
 
 def tiles(plan: Plan, call: Call, needs: Needs | None) -> dict[str, Any]:
@@ -93,9 +88,3 @@ def tiles(plan: Plan, call: Call, needs: Needs | None) -> dict[str, Any]:
 def unsplit(plan: Plan, call: Call) -> str | None:
     """Why forward does not split keys into as many parts as the caller asks for, or `None`."""
     return None if plan.tile.products is None else "PyTorch multiplies, by whole rows"
-
-
-def num_splits(problem: Problem, device: Device) -> int:
-    from . import decoding
-
-    return decoding.num_splits(tile(problem, device), problem, device)

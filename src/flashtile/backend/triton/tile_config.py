@@ -10,13 +10,11 @@ class KernelConfig(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
-    tuned: bool = False  # found by `flashtile tune` on this machine
     precision: str = "ieee"  # of float32 products (`Constants.PRECISION`)
     bias_once: bool = False  # a bias's gradient loads its tile of the bias once, into registers
 
     def __str__(self) -> str:
-        tuned = ", tuned on this machine" * self.tuned
-        return f"{self.block_m} x {self.block_n} ({self.num_warps} warps, {self.num_stages} stages{tuned})"
+        return f"{self.block_m} x {self.block_n} ({self.num_warps} warps, {self.num_stages} stages)"
 
 
 class FusedConfig(NamedTuple):

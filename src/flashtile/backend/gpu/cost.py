@@ -1,0 +1,84 @@
+"""Time of a pass: what it does in units of measured rates (`rates`), which `flashtile calibrate` fits to calls."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from ...call.plan import Candidate
+from ...call.problem import Problem
+from .waves import Head, Tile
+
+BLOCK = 128 * 128  # pairs for which a feature's time is counted
+OUTSIDE = ("launch", "merge", "sum", "products")  # how the names begin of what does not overlap with the rest
+OVERLAP = 4  # exponent of a sum that is little more than its largest part
+NEARLY = 1.04  # times the least time
+L2_BYTES = 24 * 2**20  # of the L2 cache, for what is read again
+
+
+class Counts(defaultdict[str, float]):
+    """Numbers by the names of their rates, 0 at first."""
+
+    def __init__(self, **first: float):
+        super().__init__(float, {name.replace("_", " "): n for name, n in first.items()})
+
+
+class Cost(NamedTuple):
+    """What a pass does: `counts` of what has a rate, by its name, beside which cores wait for what has `limits`, such
+    as bytes of memory.
+    """
+
+    counts: Mapping[str, float]
+    limits: Mapping[str, float]
+
+    def time(self, rates: Mapping[str, float]) -> float:
+        """Microseconds. Launches and sums take their time besides, while other work overlaps with what it waits for."""
+        outside = inside = 0.0
+        for name, n in self.counts.items():
+            if name.startswith(OUTSIDE):
+                outside += n * rates[name]
+            else:
+                inside += n * rates[name]
+        waits = (n * rates[name] for name, n in self.limits.items())
+        return outside + sum(x**OVERLAP for x in (inside, *waits)) ** (1 / OVERLAP)
+
+
+def ranked(ways: Iterable[tuple[Any, int, Cost]], rates: Mapping[str, float]) -> list[Candidate]:
+    """Candidates from tiles, splits and costs; the fastest first, or of those that are nearly as fast the one with the
+    fewest splits, which take memory.
+    """
+    found = [Candidate(tile, splits, cost.time(rates)) for tile, splits, cost in ways]
+    limit = NEARLY * min(candidate.microseconds for candidate in found)
+    return sorted(
+        found, key=lambda x: (x.microseconds > limit, x.num_splits * (x.microseconds <= limit), x.microseconds)
+    )
+
+
+def shared(head: Head, splits: int) -> Head:
+    """The tiles of a head whose steps so many programs share."""
+    if splits == 1:
+        return head
+    return Head(head.count * splits, tuple(Tile(-(-tile.steps // splits), tile.edges / splits) for tile in head.sample))
+
+
+def of_group(head: Head, heads: int) -> Head:
+    """The tiles of keys that so many query heads visit."""
+    return Head(head.count, tuple(Tile(tile.steps * heads, tile.edges * heads) for tile in head.sample))
+
+
+def missed(bytes_at_once: float) -> float:
+    """The part of loads that miss the L2 cache, if so many bytes are read again and again at the same time."""
+    return max(0.0, 1 - L2_BYTES / max(bytes_at_once, 1))
+
+
+def features(problem: Problem) -> list[str]:
+    """Names of what changes the scores or the visibility of each pair."""
+    p = problem
+    found = [name for name in ("bias", "mask", "alibi_slopes") if getattr(p.features, name) is not None]
+    found += [name for name in ("softcap", "dropout") if getattr(p, name)]
+    return found + [name for name in ("score_mod", "mask_mod") if getattr(p, name) is not None]
+
+
+def rows_bytes(problem: Problem) -> float:
+    """Bytes of q, k, v and the results."""
+    p, (batch, rows, keys) = problem, problem.counts
+    return batch * (p.num_heads_q * rows + p.num_heads_kv * keys) * (p.head_dim + p.head_dim_v) * p.dtype.itemsize

@@ -1,0 +1,90 @@
+"""Measured rates of a chip, in `flashtile/rates/<chip>.toml`, which `flashtile calibrate` writes."""
+
+import functools
+import re
+import tomllib
+from collections import defaultdict
+from collections.abc import Mapping
+from importlib import resources
+from statistics import median
+from typing import Any
+
+from ...call.device import Device
+
+FOLDER = "rates"
+KERNEL = re.compile(r"(?P<kernel>.+?) (?P<d>\d+)(/(?P<dv>\d+))? (?P<m>\d+)x(?P<n>\d+)(x\d+x\d+)?(?P<variant> .+)?")
+PARTS = ("tile", "step", "edge")
+ESTIMATED = {"tile": 1.5, "step": 1.0, "edge": 0.3}  # of a kernel without rates, in steps
+
+
+class Rates(dict[str, float]):
+    """Microseconds of a chip by name: of a kernel's tile, step and step at an edge, of a launch, of a byte, ...
+
+    A kernel that was not measured takes as long for its products as others of its kind do.
+    """
+
+    def __init__(self, measured: Mapping[str, float], about: str):
+        super().__init__(measured)
+        self.about = about
+        by_kernel: defaultdict[str, list[float]] = defaultdict(list)
+        for name, time in measured.items():
+            kernel, _, part = name.rpartition(" ")
+            if part == "step" and time > 0 and (found := KERNEL.fullmatch(kernel)) is not None:
+                by_kernel[found["kernel"]].append(time / products(found))
+        self.by_product = {kernel: median(times) for kernel, times in by_kernel.items()}
+
+    def __missing__(self, name: str) -> float:
+        kernel, _, part = name.rpartition(" ")
+        found = KERNEL.fullmatch(kernel) if part in PARTS else None
+        if found is None:
+            return 0.0
+        known = self.by_product or {"": 1e-6}
+        self[name] = ESTIMATED[part] * products(found) * known.get(found["kernel"], median(known.values()))
+        return self[name]
+
+    def measures(self, name: str) -> bool:
+        """Whether a kernel has a rate of its own."""
+        return f"{name} step" in self
+
+
+def products(kernel: re.Match[str]) -> int:
+    """Products of a step."""
+    return int(kernel["m"]) * int(kernel["n"]) * (int(kernel["d"]) + int(kernel["dv"] or kernel["d"]))
+
+
+@functools.cache
+def rates_of(device: Device) -> Rates:
+    """The rates of a device: those of its chip, or of the nearest one that was measured, scaled."""
+    files = [(file.name, tomllib.loads(file.read_text())) for file in sorted_files()]
+    name, chosen = min(files, key=lambda file: distance(file[1]["chip"], device))
+    return scaled(chosen, device, f"{FOLDER}/{name}")
+
+
+def sorted_files() -> list[Any]:
+    folder = resources.files("flashtile") / FOLDER
+    return sorted((x for x in folder.iterdir() if x.name.endswith(".toml")), key=lambda x: x.name)
+
+
+def distance(chip: Mapping[str, Any], device: Device) -> tuple[bool, bool, int]:
+    """How far a chip is from a device: another one, of another architecture, of another number of cores."""
+    return chip["name"] != device.name, chip["arch"] != device.arch, abs(chip["cores"] - device.cores)
+
+
+def scaled(file: Mapping[str, Any], device: Device, name: str) -> Rates:
+    """The rates of a file for a device: kernels by the clock, bytes by the bandwidth of memory, where these are known.
+    Cores are counted by `waves`.
+    """
+    chip, about = file["chip"], name
+    clock = chip["clock"] / device.clock if device.clock else 1.0
+    memory = chip["bandwidth"] / device.bandwidth if device.bandwidth else 1.0
+    if chip["name"] == device.name:
+        clock = memory = 1.0
+    else:
+        about = f"{name}, of {chip['name']}, scaled: clock {1 / clock:.3g}, bandwidth {1 / memory:.3g}"
+    found: dict[str, float] = {}
+    for key, value in file["rates"].items():
+        if isinstance(value, Mapping):
+            found |= {f"{key} {part}": clock * x for part, x in value.items()}
+        else:
+            found[key] = (memory if key.endswith("byte") else clock) * value
+    return Rates(found, about)

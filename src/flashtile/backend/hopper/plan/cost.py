@@ -1,0 +1,162 @@
+"""What the backend's passes do, in units of measured rates (`gpu.cost`)."""
+
+from ....call.device import Device
+from ....call.problem import Problem
+from ...gpu import waves
+from ...gpu.cost import BLOCK, Cost, Counts, features, missed, of_group, rows_bytes, shared
+from ...gpu.waves import Work, busiest
+from ..tile_config import (
+    MMA_M,
+    DkdvConfig,
+    DqConfig,
+    Float32Forward,
+    ForwardConfig,
+    FusedBackwardConfig,
+    SplitBackwardConfig,
+)
+
+SECTOR, LINE = 32, 128  # bytes of the L2 cache
+IDLE = 0.5  # of a step, besides the share of warpgroups that have rows
+
+
+def forward(problem: Problem, device: Device, config: ForwardConfig | Float32Forward, splits: int = 1) -> Cost:
+    """Of a forward pass, whose keys so many programs share."""
+    p, (batch, rows, keys) = problem, problem.counts
+    heads, group = batch * p.num_heads_q, p.num_heads_q // p.num_heads_kv
+    head = waves.row_tiles(p.window, rows, keys, config.block_m, config.block_n)
+    counts = Counts(launch_hopper=1)
+    if config.kind == "float32":
+        counts["launch split"] = 1
+        work = busiest(head, heads, device.cores, at_once=config.heads_at_once * group)
+        add(counts, "float32 forward", config, work, p)
+        return Cost(counts, {"byte": 4 * rows_bytes(p)})
+    if splits > 1:
+        head = shared(head, splits)
+        counts["merge"] += 1
+        counts["merge byte"] += splits * heads * rows * p.head_dim_v * 8
+    work = busiest(head, heads, device.cores, config.programs_per_core, config.heads_at_once * group)
+    if config.last_splits > 1:
+        whole, left = divmod(head.count * heads, device.cores)
+        steps = head.sample[0].steps
+        work = Work(whole + 1, whole * steps + -(-steps // config.last_splits), 0)
+        counts["merge"] += 1
+        counts["merge last"] += 1
+        counts["merge byte"] += config.last_splits * left * config.block_m * p.head_dim_v * 8
+    if config.skips_steps and splits == 1:
+        rest = rows - (head.count - 1) * config.block_m
+        active = -(-rest // MMA_M) / config.num_warpgroups
+        work = work._replace(steps=work.steps * (1 - IDLE * (1 - active) / head.count))
+    add(counts, "forward", config, work, p)
+    key_bytes = (p.head_dim + p.head_dim_v) * p.dtype.itemsize
+    again = head.total.steps * heads * config.block_n * key_bytes * missed(config.heads_at_once * keys * key_bytes)
+    requests = work.tiles * config.block_m * row_requests(p.head_dim * p.dtype.itemsize)
+    requests += (
+        work.steps * config.block_n * sum(row_requests(d * p.dtype.itemsize) for d in (p.head_dim, p.head_dim_v))
+    )
+    return Cost(counts, {"byte": rows_bytes(p) + again, "hopper request": requests})
+
+
+def row_requests(size: int) -> float:
+    """Requests of TMA for a row of `size` bytes, where heads or rows lie side by side: more if some begin in the middle
+    of a sector of 32 bytes, and if they begin in the middle of a line of 128 bytes.
+    """
+    if size % SECTOR:
+        return 2.2 * (size // LINE) + 3.3
+    return 1.25 * -(-size // LINE) if size % LINE else 0.5 * size / LINE
+
+
+def add(
+    counts: Counts,
+    kernel: str,
+    config: ForwardConfig | Float32Forward | FusedBackwardConfig | DqConfig | DkdvConfig,
+    work: Work,
+    problem: Problem,
+) -> None:
+    """Add the work of a kernel's busiest core."""
+    name = f"hopper {kernel} {name_of(config)}"
+    counts[f"{name} tile"] += work.tiles
+    counts[f"{name} step"] += work.steps
+    if work.edges:
+        counts[f"{name} edge"] += work.edges
+    for feature in features(problem):
+        counts[f"hopper {kernel} {feature}"] += work.steps * config.block_m * config.block_n / BLOCK
+
+
+def name_of(config: ForwardConfig | Float32Forward | FusedBackwardConfig | DqConfig | DkdvConfig) -> str:
+    """The name of a kernel's rates: widths, tile and variant."""
+    width = config.head_dim.width
+    narrower = getattr(config, "head_dim_v", config.head_dim).width
+    widths = f"{width}" if narrower == width else f"{width}/{narrower}"
+    variant = " late" * (getattr(config, "late_dq", None) is not None) + " in order" * getattr(
+        config, "in_order", False
+    )
+    registers = " registers" * (
+        getattr(config, "dout_in_registers", False) or getattr(config, "keys_in_registers", False)
+    )
+    return f"{widths} {config.block_m}x{config.block_n}{variant}{registers}"
+
+
+def backward(problem: Problem, device: Device, config: FusedBackwardConfig | SplitBackwardConfig) -> Cost:
+    """Of a backward pass for q, k and v."""
+    return split(problem, device, config) if config.kind == "split" else fused(problem, device, config)
+
+
+def fused(problem: Problem, device: Device, config: FusedBackwardConfig) -> Cost:
+    p, (batch, rows, keys) = problem, problem.counts
+    group = p.num_heads_q // p.num_heads_kv // config.head_splits
+    head = waves.key_tiles(p.window, rows, keys, config.block_m, config.block_n)
+    one_tile = head.count == 1 and head.sample[0].steps * config.block_m >= rows
+    row_numbers, key_numbers = (
+        batch * n * width for n, width in
+        ((p.num_heads_q * rows, config.head_dim.width), (p.num_heads_kv * keys, config.head_dim.width))
+    )  # fmt: skip
+    counts = Counts(launch_backward=1, sum_byte=4 * row_numbers)
+    if not one_tile:
+        counts["launch"] += 1
+        counts["sum byte"] += (10 if config.late_dq else 6) * row_numbers * config.dq_parts
+    head = shared(of_group(head, group), config.row_splits)
+    if config.splits > 1 or config.row_chunks > 1:
+        counts["launch sums"] += 1
+        parts = config.splits
+        counts["sum byte"] += 2 * key_numbers * ((4 + 4 * parts + 6) if config.adds_dkdv else (8 * parts + 2))
+    counts["launch"] += config.row_chunks - 1
+    heads = batch * p.num_heads_kv * config.head_splits
+    work = busiest(head, heads, device.cores, at_once=config.heads_at_once)
+    at_once = min(config.heads_at_once, heads, device.cores) * group * rows * config.bytes_per_row
+    again = head.total.steps * heads * config.block_m * config.bytes_per_row * missed(at_once)
+    if config.last_splits > 1:
+        whole, left = divmod(head.count * heads, device.cores)
+        steps = head.sample[0].steps
+        work = Work(whole + 1, whole * steps + -(-steps // config.last_splits), 0)
+        counts["launch last"] += 1
+        counts["sum byte"] += left * config.block_n * config.head_dim.width * 2 * 20
+    rest = keys - (head.count - 1) * config.block_n
+    if rest <= MMA_M and config.row_splits == 1:  # one of two warpgroups has keys
+        work = work._replace(steps=work.steps * (1 - IDLE / 2 / head.count))
+    add(counts, "backward", config, work, p)
+    requests = work.steps * config.block_m * 2 * row_requests(p.head_dim * p.dtype.itemsize)
+    return Cost(counts, {"byte": 3 * rows_bytes(p) + again, "hopper request": requests})
+
+
+def split(problem: Problem, device: Device, config: SplitBackwardConfig) -> Cost:
+    p, (batch, rows, keys) = problem, problem.counts
+    dq, dkdv = config.dq, config.dkdv
+    group = p.num_heads_q // p.num_heads_kv
+    counts = Counts(launch_backward=1, launch=1)
+    counts["sum byte"] += 2 * batch * p.num_heads_q * rows * p.head_dim_v * p.dtype.itemsize
+    kind = "float32 " if p.dtype.itemsize == 4 else ""
+    if kind:
+        counts["launch split"] += 1
+    head = waves.row_tiles(p.window, rows, keys, dq.block_m, dq.block_n)
+    add(
+        counts, f"{kind}dq", dq, busiest(head, batch * p.num_heads_q, device.cores, at_once=dq.heads_at_once * group), p
+    )
+    head = waves.key_tiles(p.window, rows, keys, dkdv.block_m, dkdv.block_n)
+    own = group // dkdv.head_splits
+    head = of_group(head, own)
+    heads = batch * p.num_heads_kv * dkdv.head_splits
+    add(counts, f"{kind}dkdv", dkdv, busiest(head, heads, device.cores, at_once=dkdv.heads_at_once), p)
+    if dkdv.head_splits > 1:
+        counts["launch sums"] += 1
+        counts["sum byte"] += batch * p.num_heads_kv * keys * (p.head_dim + p.head_dim_v) * (8 * dkdv.head_splits + 2)
+    return Cost(counts, {"byte": 3 * rows_bytes(p)})

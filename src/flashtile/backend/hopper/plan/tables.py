@@ -1,0 +1,106 @@
+"""The backend's kernels by width: tiles, stages and registers that fit a core."""
+
+from typing import NamedTuple
+
+from ..tile_config import DkdvConfig, DqConfig, ForwardConfig, FusedBackwardConfig, HeadDim, LateDq, SplitBackwardConfig
+
+# Boxes of 64 columns are loaded faster than narrower ones, which leave room for more stages.
+D32, D64, D80, D96 = HeadDim((32,), 32), HeadDim((64,), 64), HeadDim((64, 16), 64), HeadDim((64, 32), 64)
+D128, D192, D256 = HeadDim((128,), 128), HeadDim((128, 64), 64), HeadDim((256,), 256)
+D80_NARROW, D96_NARROW, D160_NARROW = (HeadDim(x, 32) for x in ((64, 16), (64, 32), (128, 32)))
+
+
+def three_warpgroups(head_dim: HeadDim, block_n: int) -> ForwardConfig:
+    """Three warpgroups read keys less often, waste more rows at the end, and lack registers for speculative values."""
+    columns = min(head_dim.width, 64)
+    return ForwardConfig(head_dim, head_dim, columns, block_n, 3, 4, 160, 32, speculative_exps=0)
+
+
+def one_warpgroup(head_dim: HeadDim, block_n: int, stages: int, programs: int) -> ForwardConfig:
+    """Programs of one warpgroup share a core and fill each other's gaps. Each reads its own keys, in short blocks."""
+    columns = min(head_dim.width, 64)
+    return ForwardConfig(
+        head_dim, head_dim, columns, block_n, 1, stages, speculative_exps=0, programs_per_core=programs
+    )
+
+
+# By width of q and v; the first serves all features. Fields: widths, epilogue_columns, block_n, warpgroups, stages.
+FORWARD = {
+    (32, 32): (
+        ForwardConfig(D32, D32, 32, 128, 2, 4),
+        three_warpgroups(D32, 128),
+        one_warpgroup(D32, 64, 3, programs=4),
+    ),
+    (64, 64): (
+        ForwardConfig(D64, D64, 64, 128, 2, 4),
+        three_warpgroups(D64, 128),
+        one_warpgroup(D64, 64, 3, programs=3),
+    ),
+    (80, 80): (ForwardConfig(D80, D80, 128, 128, 2, 2), three_warpgroups(D80_NARROW, 64)),
+    (96, 96): (ForwardConfig(D96, D96, 128, 128, 2, 2), three_warpgroups(D96_NARROW, 64)),
+    (128, 128): (ForwardConfig(D128, D128, 128, 128, 2, 2),),
+    (192, 128): (ForwardConfig(D192, D128, 64, 128, 2, 2, q_stages=1),),
+    (160, 160): (ForwardConfig(D160_NARROW, D160_NARROW, 64, 128, 2, 2, q_stages=1, speculative_exps=8),),
+    (192, 192): (ForwardConfig(D192, D192, 128, 64, 2, 3, q_stages=1, speculative_exps=12),),
+    (256, 256): (ForwardConfig(D256, D256, 128, 64, 2, 2, q_stages=1, speculative_exps=12),),
+}
+# By width; the first serves all features, the others plain calls.
+FUSED_BACKWARD = {
+    32: (FusedBackwardConfig(D32, 128, 2, 240, 24, early_half_exps=True),),
+    64: (
+        FusedBackwardConfig(D64, 128, 2, 240, 24, early_half_exps=True),
+        # Blocks of 64 rows leave registers for late dq and for left operands.
+        FusedBackwardConfig(D64, 64, 3, 240, 24, early_half_exps=True, late_dq=LateDq(3, (1, 1), (1, 1))),
+    ),
+    80: (
+        FusedBackwardConfig(D80, 64, 2, 240, 24, early_half_exps=False),
+        FusedBackwardConfig(D80, 64, 3, 240, 24, early_half_exps=False, late_dq=LateDq(3, values=(2, 2))),
+    ),
+    96: (
+        FusedBackwardConfig(D96, 64, 2, 240, 24, early_half_exps=False),
+        # One warpgroup has more of dq.
+        FusedBackwardConfig(D96, 64, 3, 240, 24, early_half_exps=False, late_dq=LateDq(3, values=(1, 2))),
+    ),
+    128: (
+        FusedBackwardConfig(D128, 64, 2, 240, 24, early_half_exps=False),
+        FusedBackwardConfig(D128, 64, 2, 240, 24, early_half_exps=False, late_dq=LateDq(2)),
+    ),
+}
+SPLIT_BACKWARD = {
+    (192, 128): (SplitBackwardConfig(DqConfig(D192, D128, kv_stages=6), DkdvConfig(D192, D128, stages=3)),),
+    (160, 160): (
+        SplitBackwardConfig(
+            DqConfig(D160_NARROW, D160_NARROW, kv_stages=7), DkdvConfig(D160_NARROW, D160_NARROW, stages=3)
+        ),
+    ),
+    (192, 192): (
+        SplitBackwardConfig(DqConfig(D192, D192, kv_stages=5), DkdvConfig(D192, D192, stages=2)),
+        # Left operands in registers, which plain calls leave.
+        SplitBackwardConfig(
+            DqConfig(D192, D192, kv_stages=5, dout_in_registers=True),
+            DkdvConfig(D192, D192, stages=3, keys_in_registers=True),
+        ),
+    ),
+    (256, 256): (SplitBackwardConfig(DqConfig(D256, D256, kv_stages=3), DkdvConfig(D256, D256, stages=2)),),
+}
+
+
+class BiasStages(NamedTuple):
+    """Stages of the forward kernel for tiles of a bias, and what they leave for keys and values and for queries."""
+
+    bias: int
+    keys: int
+    queries: int
+
+
+# By warpgroups and width, where shared memory has room for tiles of 16-bit biases.
+FORWARD_BIAS_STAGES = {
+    (1, 32): BiasStages(2, 3, 2),
+    (1, 64): BiasStages(2, 2, 1),
+    (2, 32): BiasStages(2, 4, 2),
+    (2, 64): BiasStages(2, 3, 2),
+    (2, 80): BiasStages(1, 2, 1),
+    (2, 96): BiasStages(1, 2, 1),
+    (2, 128): BiasStages(1, 2, 1),
+}
+BACKWARD_BIAS_STAGES = {32: 1, 64: 1, 80: 1, 96: 1, 128: 1}

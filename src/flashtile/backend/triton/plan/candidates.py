@@ -1,0 +1,280 @@
+"""The ways to run a pass of a problem: kernels that hold its width and features, with all splits. The first one serves
+every chip; others are added where they were measured.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from ....call.call import NO_FEATURES
+from ....call.device import Device
+from ....call.problem import Problem, power_of_two
+from ...gpu.decoding import MAX_ROWS, group_of, is_decoding, packed_rows
+from ...gpu.waves import splits_that_fill
+from ..constants import TRANSPOSED_ROWS
+from ..families import MIN_COPY_BYTES, has_most, has_pairs, memory_of, misaligned, needs_room, reads_pairs
+from ..tile_config import FusedConfig, KernelConfig, TileConfig, WidthConfigs
+from . import tables
+from .cost import programs_of_core
+
+SPLITS = (1, 2, 4, 8, 16, 32, 64)  # constants of the kernels, each with kernels of its own
+ALIGNED = 16  # bytes of one asynchronous copy
+BY_PYTORCH = {False: "PyTorch's", True: "PyTorch's, of bfloat16 parts"}  # of float32
+KEYS_TIMES_WIDTH, FEW = 8192, 16  # of a tile that decodes; rows above which products take time too
+WIDE_FLOAT32, WIDE_HALF = 128, 256  # head dimensions above which tiles are too small to be fast
+MOST_KEYS = 2**16  # of a row of products, which one program reads
+SHORT = 64  # rows and keys of a sequence that is one small tile
+MOST_WITH_FEATURES = 64  # rows or keys of a block; a feature of each pair makes larger ones spill
+SHORT_PAIRS, INTERPRETER_PAIRS = 64 * 128, 16 * 16  # of a tile that is a whole sequence in backward
+SHORT_LENGTH = 128  # of its rows and of its keys: longer and narrower ones spill 1 to 4 KB a thread
+
+
+def forward(problem: Problem, device: Device) -> Iterator[tuple[TileConfig, int]]:
+    """Tiles, and numbers of programs that share the keys of a tile."""
+    p, row = problem, row_of(problem, device)
+    plain = TileConfig(row.forward, row.dkdv, row.dq)
+    if multiplies(p, device):
+        yield plain._replace(products=BY_PYTORCH[p.dtype is torch.float32]), 1
+    if is_decoding(p, large_groups=has_most(p.dtype, device)):
+        yield from few_rows(plain, row.width, p, device)
+        return
+    yield plain, 1
+    if device.type == "cpu" or needs_room(p, device):
+        return
+    tiles: tuple[KernelConfig, ...] = ()
+    if has_most(p.dtype, device):
+        tiles = fitting(tables.MORE_FORWARD, p)
+    elif row.forward == tables.LARGE:
+        tiles = tables.MORE_SINGLE
+    for tile in tiles:
+        if tile != row.forward:
+            yield plain._replace(forward=tile), 1
+
+
+def multiplies(problem: Problem, device: Device, *, backward: bool = False) -> bool:
+    """Whether PyTorch can multiply, and this backend's kernels do the rest (`host_products`): of wide heads on Hopper,
+    where six products of bfloat16 numbers take less time than one of float32.
+    """
+    p = problem
+    width = max(p.head_dim, p.head_dim_v)
+    wide = p.layout == "dense" and width > (WIDE_FLOAT32 if p.dtype is torch.float32 else WIDE_HALF)
+    # PyTorch's products on a GPU are not deterministic without settings in the environment.
+    if device.arch != "sm_90" or not wide or p.deterministic or p.seqlen_k > MOST_KEYS:
+        return False
+    # Rows are whole vectors, and random numbers of a row begin with a whole counter.
+    if p.head_dim % 8 or p.head_dim_v % 8 or p.octet_start:
+        return False
+    return backward or p.dtype is torch.float32 or p.mask_mod is None  # kernels skip what a mask function hides
+
+
+def few_rows(tiles: TileConfig, width: int, problem: Problem, device: Device) -> Iterator[tuple[TileConfig, int]]:
+    """Of decoding and sequences of one small tile: the query heads of a group are the rows of one tile, and several
+    programs share its keys.
+    """
+    p, group = problem, group_of(problem)
+    base = few_rows_tile(tiles.forward, width, p, device)
+    found = [base]
+    if loads_ahead(p, device):
+        uneven = p.pages is not None and p.pages.several  # one warp lacks registers for the addresses of pages
+        if base.block_m == tables.ONE_WARP.block_m and width_of(p) <= tables.ONE_WARP_WIDTH and not uneven:
+            found.append(tables.ONE_WARP)
+        if p.layout == "dense" and p.seqlen_q > 1 and max(p.seqlen_q, p.seqlen_k) <= SHORT:
+            found.append(base._replace(block_m=max(16, base.block_m), block_n=SHORT, num_stages=1))
+    for tile in dict.fromkeys(found):
+        chosen = tiles._replace(forward=tile, pack_gqa=group, given_splits=None if tile == base else base)
+        blocks = -(-max(p.seqlen_q, 1) * group // tile.block_m)
+        programs = max(1, blocks * p.num_heads_q // group * p.batch)
+        slots = device.cores * programs_of_core(p, device, tile)
+        for n in (1, *splits_that_fill(SPLITS, programs, slots, -(-p.seqlen_k // tile.block_n))):
+            yield chosen, n
+
+
+def width_of(problem: Problem) -> int:
+    return max(problem.head_dim, problem.head_dim_v)
+
+
+def few_rows_tile(shipped: KernelConfig, width: int, problem: Problem, device: Device) -> KernelConfig:
+    """The tile of few rows, whatever the batch and the lengths: with a given number of splits, a sequence's bits depend
+    neither on the batch nor on the longest sequence in it.
+
+    Loading keys is all the work: two blocks of keys and values are in flight while one is used, and smaller tiles let
+    several programs run on a core.
+    """
+    block_n = max(16, KEYS_TIMES_WIDTH // width)
+    block_m = max(16, power_of_two(packed_rows(problem)))
+    if packed_rows(problem) <= TRANSPOSED_ROWS and width <= 256 and loads_ahead(problem, device):
+        block_m = TRANSPOSED_ROWS
+    if misaligned(problem, device):
+        block_m = min(block_m, shipped.block_m)
+    if not loads_ahead(problem, device):
+        return KernelConfig(block_m, min(shipped.block_n, block_n), 4, shipped.num_stages)
+    if block_m > MAX_ROWS and width <= 64:
+        block_m = MAX_ROWS
+    if block_m > MAX_ROWS:
+        return KernelConfig(block_m, block_n, 8, 4)
+    if block_m > FEW:
+        return KernelConfig(block_m, 64 if width <= 128 else max(16, block_n // 2), 4, 3)
+    return KernelConfig(block_m, min(64, max(16, 4 * block_n)), 2 if width_of(problem) <= 96 else 4, 3)
+
+
+def loads_ahead(problem: Problem, device: Device) -> bool:
+    """Whether a tile of few rows has the shared memory for several blocks of keys, copied asynchronously whatever their
+    address.
+    """
+    widths = problem.head_dim, problem.head_dim_v
+    asynchronous = all(n * problem.dtype.itemsize % MIN_COPY_BYTES == 0 for n in widths)
+    return has_most(problem.dtype, device) and asynchronous and not (has_pairs(problem) or problem.dropout)
+
+
+def backward(problem: Problem, device: Device) -> Iterator[TileConfig]:
+    p, row = problem, row_of(problem, device)
+    plain = TileConfig(row.forward, row.dkdv, row.dq, dbias=dbias_tile(row.dq, p, device))
+    if multiplies(p, device, backward=True):
+        yield plain._replace(products_backward=BY_PYTORCH[p.dtype is torch.float32])
+    if row.dq == tables.LARGE and not needs_room(p, device):
+        yield from of_float32(plain, p)
+    else:
+        for dkdv in more(row.dkdv, tables.MORE_DKDV, p, device):
+            for dq in more(row.dq, tables.MORE_DQ, p, device):
+                yield plain._replace(dkdv=dkdv, dq=dq)
+    half = p.dtype is not torch.float32 and not misaligned(p, device)
+    if half and p.layout == "dense" and p.num_heads_q == p.num_heads_kv:
+        for fused in (*one_tile(p, device), *walks(p, device)):
+            yield plain._replace(fused=fused)
+
+
+def of_float32(plain: TileConfig, problem: Problem) -> Iterator[TileConfig]:
+    """Tiles of float32 on Hopper; of rows that were split ahead too, which takes four more launches, without tiles of a
+    feature, for which the kernels have no registers.
+    """
+    for dkdv in (plain.dkdv, *tables.MORE_SINGLE_DKDV):
+        for dq in (plain.dq, *tables.MORE_SINGLE):
+            yield plain._replace(dkdv=dkdv, dq=dq)
+    if problem.layout != "paged" and problem.alignment == ALIGNED:
+        for dq in tables.SPLIT_DQ:
+            yield plain._replace(dkdv=tables.SPLIT_DKDV, dq=dq)
+
+
+def more(
+    tile: KernelConfig, table: tuple[tuple[int, KernelConfig], ...], problem: Problem, device: Device
+) -> list[KernelConfig]:
+    """The tile, and others of plain calls."""
+    p = problem
+    if needs_room(p, device) or not has_most(p.dtype, device) or p.softcap or p.score_mod or p.mask_mod:
+        return [tile]
+    return [tile, *(other for other in fitting(table, p) if other != tile)]
+
+
+def fitting(table: tuple[tuple[int, KernelConfig], ...], problem: Problem) -> tuple[KernelConfig, ...]:
+    """The tiles of the narrowest width that holds the problem's."""
+    width = max(problem.head_dim, problem.head_dim_v)
+    least = min((most for most, _ in table if most >= width), default=0)
+    return tuple(tile for most, tile in table if most == least)
+
+
+def one_tile(problem: Problem, device: Device) -> list[FusedConfig]:
+    """One tile for all rows and keys of a sequence, unless these are more pairs than registers hold."""
+    p = problem
+    block_m, block_n = (max(16, power_of_two(n)) for n in (p.seqlen_q, p.seqlen_k))
+    width = max(p.head_dim, p.head_dim_v)
+    most_pairs = INTERPRETER_PAIRS if device.type == "cpu" else SHORT_PAIRS if width <= 64 else SHORT_PAIRS // 2
+    if block_m * block_n > most_pairs or max(block_m, block_n) > SHORT_LENGTH:
+        return []
+    if width > (128 if has_most(p.dtype, device) else 64):
+        return []
+    stages = 1 if block_m * block_n <= 32 * 32 or not has_most(p.dtype, device) else 2
+    tiles = [KernelConfig(block_m, block_n, 4, stages)]
+    if width > 64 and block_m * block_n > 32 * 32:
+        tiles.append(KernelConfig(block_m, block_n, 8, 1))  # of a core alone, more warps are quicker
+    return [FusedConfig(tile) for tile in tiles]
+
+
+def walks(problem: Problem, device: Device) -> Iterator[FusedConfig]:
+    """One block for all rows or all keys of a sequence, and a walk over the blocks of the other side."""
+    p = problem
+    width = max(p.head_dim, p.head_dim_v)
+    rows, keys = (max(16, power_of_two(n)) for n in (p.seqlen_q, p.seqlen_k))
+    known = tables.INTERPRETER_WALKS if device.type == "cpu" else tables.WALKS if has_most(p.dtype, device) else ()
+    features = has_pairs(p) or p.dropout
+    for walk in known:
+        block, length = (rows, keys) if walk.over == "keys" else (keys, rows)
+        fits = block == walk.block <= length <= walk.longest and width <= walk.width
+        if not fits or (features and block > MOST_WITH_FEATURES):
+            continue
+        sides = (block, walk.step) if walk.over == "keys" else (walk.step, block)
+        tile = KernelConfig(*sides, walk.num_warps, 1 if features else walk.num_stages)
+        slots = 2 * programs_of_core(p, device, tile, "fused") * device.cores
+        most = min(slots // max(p.batch * p.num_heads_q, 1), length // walk.step // 2, 16)
+        for n in SPLITS:
+            if n == 1 or n <= most:
+                yield FusedConfig(tile, walk.over, n)
+
+
+def dbias_tile(dq: KernelConfig, problem: Problem, device: Device) -> KernelConfig:
+    """The tile of a bias's gradient, whose program adds up one tile of many sequences: square ones load least, and a
+    second stage hides the loads (H200: 13 to 27% of backward with such a gradient at 4096 x 4096). The bias itself is
+    loaded once, but for 64 features, where its registers cost more (docs/journal/2026-11-25-bands.md).
+    """
+    width = max(problem.head_dim, problem.head_dim_v)
+    if not has_most(problem.dtype, device) or width > 128 or misaligned(problem, device):
+        return dq._replace(num_stages=1)
+    if is_biased(problem, device):
+        return KernelConfig(64, 64, 4, 3, bias_once=True)
+    return KernelConfig(64, 64, 4, 2) if width <= 64 else KernelConfig(64, 128, 8, 2, bias_once=True)
+
+
+def row_of(problem: Problem, device: Device) -> WidthConfigs:
+    """The tiles that hold a problem."""
+    if device.type == "cpu":
+        return tables.INTERPRETER
+    if is_biased(problem, device):
+        return tables.BIASED
+    return fitted(shipped(problem.dtype, max(problem.head_dim, problem.head_dim_v), device), problem, device)
+
+
+def shipped(dtype: torch.dtype, width: int, device: Device) -> WidthConfigs:
+    """The tiles of plain problems of a width."""
+    table = tables.SINGLE if dtype is torch.float32 else tables.HALF
+    rows = table[max(size for size in table if size <= memory_of(device))]
+    if dtype is torch.float32 and device.arch == "sm_90":
+        rows = (*tables.SINGLE_TF32X3, *rows)
+    return next(row for row in rows if width <= row.width)
+
+
+def fitted(row: WidthConfigs, problem: Problem, device: Device) -> WidthConfigs:
+    """Smaller tiles for features that hold a tile of their own in shared memory or registers: in all kernels a bias,
+    mask or score_mod with an element for every pair; in forward, whose tiles are the largest, any bias, dropout and
+    ALiBi. Also for problems that are `misaligned`.
+    """
+    pair_tensors = [x for x in (problem.features.bias, problem.features.mask) if x is not None]
+    of_pairs = reads_pairs(problem) or any(not (x[2] or x[3]) for x in pair_tensors)
+    forward, dkdv, dq = row.forward, row.dkdv, row.dq
+    if misaligned(problem, device):
+        forward, dq = (x._replace(block_m=32, num_warps=4) for x in (forward, dq))
+        dkdv = dkdv._replace(block_n=32, num_warps=4)
+    room_for_pairs = problem.dtype is torch.float32 and row.width <= 128 and forward.precision == "ieee"  # in registers
+    if (has_pairs(problem) or problem.dropout) and not room_for_pairs:
+        forward = forward._replace(block_n=max(16, forward.block_n // 2))
+    if of_pairs:
+        dkdv = dkdv._replace(block_m=max(16, dkdv.block_m // 2))
+        dq = dq._replace(block_n=max(16, dq.block_n // 2))
+    return WidthConfigs(row.width, forward, dkdv, dq)
+
+
+def is_biased(problem: Problem, device: Device) -> bool:
+    """Whether a bias for each pair is all that a call of few features adds to a plain one of more than a tile."""
+    p, bias = problem, problem.features.bias
+    if min(p.seqlen_q, p.seqlen_k) <= SHORT or is_decoding(p, large_groups=True):
+        return False
+    others = p.features._replace(bias=None) != NO_FEATURES or p.dropout or reads_pairs(p) or misaligned(p, device)
+    narrow = max(p.head_dim, p.head_dim_v) <= tables.BIASED.width and has_most(p.dtype, device)
+    return narrow and bias is not None and not (bias[2] or bias[3] or others)
+
+
+def by_tf32(tile: TileConfig) -> TileConfig:
+    """The tiles for one TF32 product in place of six of bfloat16 parts."""
+    products, backward = (x and BY_PYTORCH[False] for x in (tile.products, tile.products_backward))
+    tile = tile._replace(products=products, products_backward=backward)
+    if tile.dkdv.precision != "bf16x6":
+        return tile
+    return tile._replace(dkdv=tables.TF32_DKDV, dq=tables.SINGLE_TF32X3[0].dq)

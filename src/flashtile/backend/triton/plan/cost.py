@@ -1,0 +1,133 @@
+"""What the backend's passes do, in units of measured rates (`gpu.cost`)."""
+
+import torch
+
+from ....call.device import Device
+from ....call.problem import Problem, power_of_two
+from ...gpu import waves
+from ...gpu.cost import BLOCK, Cost, Counts, features, of_group, rows_bytes, shared
+from ...gpu.waves import Head, Tile, busiest
+from ..families import memory_of
+from ..tile_config import FusedConfig, KernelConfig, TileConfig
+
+REGISTERS = 2**16  # of a core
+OWN_REGISTERS, MOST_REGISTERS = 40, 255  # of a thread, for addresses and the like, and in all
+PARTS = 6  # products of bfloat16 numbers for one of float32
+
+
+def padded(width: int) -> int:
+    """The features that a kernel computes: one or two powers of two (`arguments.head_dim`)."""
+    first = max(16, 1 << (width.bit_length() - 1))
+    rest = 0 if width <= first else max(16, power_of_two(width - first))
+    return first + rest
+
+
+def programs_of_core(problem: Problem, device: Device, tile: KernelConfig, kernel: str = "forward") -> int:
+    """The programs that a core runs at once: as many as its shared memory and its registers hold."""
+    p, pairs = problem, tile.block_m * tile.block_n
+    loaded = max(tile.num_stages - 1, 1) * tile.block_n * (p.head_dim + p.head_dim_v)
+    shared = (loaded + tile.block_m * (p.head_dim + tile.block_n)) * p.dtype.itemsize
+    width, width_v = padded(p.head_dim), padded(p.head_dim_v)
+    held = {  # numbers of a program
+        "forward": pairs + tile.block_m * width_v,
+        "dkdv": 2 * pairs + tile.block_n * (width + width_v),
+        "dq": 2 * pairs + tile.block_m * width,
+    }.get(kernel, 2 * pairs + tile.block_m * width + tile.block_n * (width + width_v))
+    threads = 32 * tile.num_warps
+    registers = min(MOST_REGISTERS, OWN_REGISTERS + 1.5 * held / threads)
+    return max(1, min(memory_of(device) * 1024 // (shared + 1024), int(REGISTERS / (threads * registers))))
+
+
+def name_of(kernel: str, problem: Problem, tile: KernelConfig) -> str:
+    """The name of a kernel's rates: widths, tile, warps, stages and precision."""
+    width, width_v = padded(problem.head_dim), padded(problem.head_dim_v)
+    widths = f"{width}" if width == width_v else f"{width}/{width_v}"
+    precision = f" {tile.precision}" if problem.dtype.itemsize == 4 else ""
+    return f"triton {kernel}{precision} {widths} {tile.block_m}x{tile.block_n}x{tile.num_warps}x{tile.num_stages}"
+
+
+def add(
+    counts: Counts, kernel: str, problem: Problem, device: Device, tile: KernelConfig, head: Head, heads: float
+) -> None:
+    """Add the work of a kernel's busiest core."""
+    programs = programs_of_core(problem, device, tile, kernel)
+    work, name = busiest(head, heads, device.cores, programs), name_of(kernel, problem, tile)
+    counts[f"{name} tile"] += work.tiles
+    counts[f"{name} step"] += work.steps
+    if work.edges:
+        counts[f"{name} edge"] += work.edges
+    for feature in features(problem):
+        counts[f"triton {kernel} {feature}"] += work.steps * tile.block_m * tile.block_n / BLOCK
+
+
+def forward(problem: Problem, device: Device, config: TileConfig, splits: int = 1) -> Cost:
+    if config.products is not None:
+        return products(problem, 2, 12, 12)
+    p, (batch, rows, keys), tile = problem, problem.counts, config.forward
+    pack = config.pack_gqa
+    heads = batch * p.num_heads_q / pack
+    counts = Counts(launch_triton=1)
+    if pack > 1 or rows <= tile.block_m:
+        head = waves.row_tiles(p.window, rows, keys, max(rows, 1), tile.block_n)
+        head = Head(max(1, -(-rows * pack // tile.block_m)), head.sample)
+    else:
+        head = waves.row_tiles(p.window, rows, keys, tile.block_m, tile.block_n)
+    if splits > 1:
+        counts["merge triton"] += 1
+        counts["merge triton split"] += splits
+        counts["merge triton byte"] += splits * batch * p.num_heads_q * rows * p.head_dim_v * 8
+    add(counts, "forward", p, device, tile, shared(head, splits), heads)
+    return Cost(counts, {"byte": rows_bytes(p)})
+
+
+def backward(problem: Problem, device: Device, config: TileConfig) -> Cost:
+    p, (batch, rows, keys) = problem, problem.counts
+    if config.products_backward is not None:
+        return products(problem, 5, 26, 20)
+    if config.fused is not None:
+        return fused(problem, device, config.fused)
+    counts = Counts(launch_triton_backward=1)
+    counts["sum byte"] += 2 * batch * p.num_heads_q * rows * p.head_dim_v * p.dtype.itemsize
+    if config.dkdv.precision == "bf16x6":
+        counts["launch triton split"] += 1
+    group = p.num_heads_q // max(p.num_heads_kv, 1)
+    head = waves.key_tiles(p.window, rows, keys, config.dkdv.block_m, config.dkdv.block_n)
+    add(counts, "dkdv", p, device, config.dkdv, of_group(head, group), batch * p.num_heads_kv)
+    head = waves.row_tiles(p.window, rows, keys, config.dq.block_m, config.dq.block_n)
+    add(counts, "dq", p, device, config.dq, head, batch * p.num_heads_q)
+    return Cost(counts, {"byte": 3 * rows_bytes(p)})
+
+
+def fused(problem: Problem, device: Device, config: FusedConfig) -> Cost:
+    p, (batch, rows, keys), tile = problem, problem.counts, config.tile
+    counts = Counts(launch_triton=1)
+    steps = (
+        1
+        if config.walk is None
+        else -(-(keys if config.walk == "keys" else rows) // (tile.block_n if config.walk == "keys" else tile.block_m))
+    )
+    head = shared(Head(1, (Tile(steps, 0),)), config.splits)
+    if config.splits > 1:
+        counts["merge triton"] += 1
+        summed = rows if config.walk == "keys" else 2 * keys
+        counts["merge triton byte"] += config.splits * batch * p.num_heads_q * summed * p.head_dim * 8
+        counts["merge walk"] += config.splits * summed * p.head_dim / 1000  # by the last program of each head
+    add(counts, f"fused {config.walk or 'whole'}", p, device, tile, head, batch * p.num_heads_q)
+    return Cost(counts, {"byte": 2 * rows_bytes(p)})
+
+
+def products(problem: Problem, count: int, score_bytes: int, row_bytes: int) -> Cost:
+    """Of a pass whose products PyTorch computes, so many for each score: scores go to the kernels between them and
+    back, and rows are put in order.
+    """
+    from ..score_blocks import blocks_of, sizes_of_problem  # not needed otherwise
+
+    p, parts = problem, problem.dtype is torch.float32
+    sizes = sizes_of_problem(p.counted, parts=parts)
+    blocks = blocks_of(sizes)
+    scores = sum(x.num_heads * x.num_rows * x.num_keys for x in blocks)
+    counts = Counts(products_block=len(blocks) * count)
+    counts["products operation"] = scores * count * (p.head_dim + p.head_dim_v) * (PARTS if parts else 1)
+    rows = sizes.heads * sizes.rows * max(p.head_dim, p.head_dim_v)
+    counts["products byte"] = scores * score_bytes + rows * row_bytes * (2 if parts else 1)
+    return Cost(counts, {})

@@ -1,0 +1,90 @@
+"""The backend's kernels: tiles of rows and keys, warps and stages that fit a program, by width and shared memory."""
+
+from typing import NamedTuple
+
+from ....call.problem import LONGEST
+from ..tile_config import KernelConfig, WidthConfigs
+
+
+class Walk(NamedTuple):
+    """A walk over "keys" or "rows", in steps, for blocks of the other side and heads up to `width`."""
+
+    over: str
+    block: int
+    step: int
+    num_warps: int
+    num_stages: int
+    width: int
+    longest: int = LONGEST  # of the side that is walked over; longer ones were not measured
+
+
+HALF = {  # float16 and bfloat16, by shared memory in KiB
+    227: (
+        WidthConfigs(64, KernelConfig(64, 64, 4, 3), KernelConfig(64, 64, 4, 3), KernelConfig(128, 64, 4, 3)),
+        WidthConfigs(128, KernelConfig(128, 128, 8, 3), KernelConfig(32, 128, 8, 3), KernelConfig(128, 64, 8, 3)),
+        WidthConfigs(256, KernelConfig(128, 64, 8, 2), KernelConfig(64, 64, 8, 1), KernelConfig(128, 32, 8, 2)),
+        WidthConfigs(512, KernelConfig(64, 32, 8, 2), KernelConfig(32, 32, 8, 1), KernelConfig(64, 16, 8, 1)),
+    ),
+    99: (
+        WidthConfigs(64, KernelConfig(128, 64, 4, 3), KernelConfig(64, 64, 4, 2), KernelConfig(64, 64, 4, 2)),
+        WidthConfigs(128, KernelConfig(64, 64, 4, 2), KernelConfig(32, 64, 4, 2), KernelConfig(64, 32, 4, 2)),
+        WidthConfigs(256, KernelConfig(64, 32, 4, 2), KernelConfig(32, 32, 4, 1), KernelConfig(32, 32, 4, 1)),
+        WidthConfigs(512, KernelConfig(32, 16, 4, 1), KernelConfig(16, 16, 4, 1), KernelConfig(16, 16, 4, 1)),
+    ),
+    64: (
+        WidthConfigs(64, KernelConfig(128, 64, 4, 1), KernelConfig(64, 64, 4, 1), KernelConfig(64, 64, 4, 1)),
+        WidthConfigs(128, KernelConfig(64, 64, 4, 1), KernelConfig(32, 64, 4, 1), KernelConfig(64, 32, 4, 1)),
+        WidthConfigs(256, KernelConfig(64, 32, 4, 1), KernelConfig(16, 32, 4, 1), KernelConfig(32, 16, 4, 1)),
+        WidthConfigs(512, KernelConfig(16, 16, 4, 1), KernelConfig(16, 16, 4, 1), KernelConfig(16, 16, 4, 1)),
+    ),
+}
+SINGLE = {  # float32; exact products have no matrix units, so registers bound the tiles
+    64: (
+        WidthConfigs(64, KernelConfig(64, 32, 8, 1), KernelConfig(32, 32, 8, 1), KernelConfig(32, 32, 8, 1)),
+        WidthConfigs(128, KernelConfig(32, 32, 8, 1), KernelConfig(16, 32, 8, 1), KernelConfig(32, 16, 8, 1)),
+        WidthConfigs(256, KernelConfig(16, 32, 8, 1), KernelConfig(16, 16, 8, 1), KernelConfig(16, 16, 8, 1)),
+        WidthConfigs(512, KernelConfig(16, 16, 8, 1), KernelConfig(16, 16, 8, 1), KernelConfig(16, 16, 8, 1)),
+    ),
+}
+LARGE = KernelConfig(128, 64, 8, 1, precision="tf32x3")  # forward and dq: one program fills the registers of a core
+SINGLE_TF32X3 = (  # of Hopper; wider tiles of float32 have no registers for compensated sums
+    WidthConfigs(64, LARGE, KernelConfig(32, 32, 4, 1, precision="tf32x3"), LARGE),
+    WidthConfigs(
+        128,
+        KernelConfig(32, 32, 4, 1, precision="tf32x3"),
+        KernelConfig(32, 32, 8, 1, precision="tf32x3"),
+        KernelConfig(32, 32, 4, 1, precision="tf32x3"),
+    ),
+)
+# More tiles of plain calls, by the most features of their kernels: of 16 bits on chips with the most shared memory,
+MORE_FORWARD = (
+    (64, KernelConfig(64, 64, 4, 3)), (64, KernelConfig(128, 64, 4, 3)), (64, KernelConfig(128, 128, 8, 3)),
+    (64, KernelConfig(64, 32, 4, 3)), (128, KernelConfig(64, 64, 4, 3)), (256, KernelConfig(64, 64, 4, 2)),
+)  # fmt: skip
+MORE_DKDV = ((64, KernelConfig(64, 64, 4, 3)), (64, KernelConfig(32, 128, 4, 3)))
+MORE_DQ = ((64, KernelConfig(128, 64, 4, 3)), (64, KernelConfig(128, 32, 4, 3)))
+# and of float32 on Hopper: for forward and dq, and for dk and dv.
+MORE_SINGLE = (KernelConfig(64, 64, 4, 1, precision="tf32x3"), KernelConfig(32, 64, 4, 1, precision="tf32x3"))
+MORE_SINGLE_DKDV = (KernelConfig(32, 64, 4, 1, precision="tf32x3"),)
+# Of rows that were split ahead into bfloat16 parts, up to 64 features.
+SPLIT_DKDV = KernelConfig(64, 64, 4, 1, precision="bf16x6")
+SPLIT_DQ = (KernelConfig(128, 64, 8, 2, precision="bf16x6"), KernelConfig(64, 64, 4, 1, precision="bf16x6"))
+TF32_DKDV = KernelConfig(64, 32, 4, 1, precision="tf32x3")  # of one product
+BIASED = WidthConfigs(  # calls of 16-bit numbers with a bias for each pair
+    32, KernelConfig(64, 64, 4, 3), KernelConfig(32, 128, 4, 3), KernelConfig(128, 32, 4, 3)
+)
+INTERPRETER = WidthConfigs(512, *(KernelConfig(16, 16, 4, 1),) * 3)
+WALKS = (  # 16-bit inputs
+    Walk("keys", 16, 128, 4, 3, width=32),
+    Walk("keys", 16, 64, 4, 3, width=64),
+    Walk("keys", 32, 64, 4, 3, width=64),
+    Walk("keys", 64, 64, 4, 3, width=64),
+    Walk("keys", 64, 32, 4, 2, width=128),
+    Walk("keys", 128, 64, 4, 3, width=32),
+    Walk("rows", 16, 128, 4, 2, width=16),
+    Walk("rows", 256, 64, 8, 1, width=32, longest=256),
+    Walk("keys", 256, 64, 8, 1, width=64, longest=256),
+)
+INTERPRETER_WALKS = tuple(Walk(over, 16, 16, 4, 1, width=512) for over in ("keys", "rows"))
+# One warp for 16 rows of up to 96 features, which waits less for the others.
+ONE_WARP, ONE_WARP_WIDTH = KernelConfig(16, 32, 1, 4), 96
