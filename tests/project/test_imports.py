@@ -36,7 +36,7 @@ LAYERS = (
     ("api",),
     ("testing",),
     ("bench",),
-    ("verification", "tuning", "soak", "progress", "prebuilt"),
+    ("verification", "calibrate", "soak", "progress", "prebuilt"),
     ("report",),
     ("cli",),
     ("nn",),

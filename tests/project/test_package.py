@@ -78,7 +78,7 @@ def test_contents_of_the_wheel() -> None:
     assert wheel == {"packages": ["src/flashtile"]}
     files = [path for path in (ROOT / "src").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert {path.relative_to(ROOT / "src").parts[0] for path in files} == {"flashtile"}
-    assert {path.suffix for path in files} <= {".py", ".html", ".typed"}
+    assert {path.suffix for path in files} <= {".py", ".html", ".typed", ".toml"}
     assert not [path for path in files if path.name.startswith("test_") or "ladder" in path.parent.parts]
     assert sum(path.stat().st_size for path in files) < 3_000_000
 

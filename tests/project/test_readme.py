@@ -71,7 +71,7 @@ def test_masks_at_other_positions_run_as_they_stand() -> None:
 
 def test_commands_exist() -> None:
     text = "".join(document.read_text() for document in DOCUMENTS)
-    for command in ("env", "explain", "verify", "soak", "bench", "report", "doctor", "tune"):
+    for command in ("env", "explain", "verify", "soak", "bench", "report", "doctor", "calibrate"):
         assert f"flashtile {command}" in text
         assert invoke([command, "--help"]).exit_code == 0
 

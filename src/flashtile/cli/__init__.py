@@ -23,8 +23,8 @@ COMMANDS = {
     "explain": "the plan of a call, and what limits it",
     "verify": "random problems against an fp64 oracle",
     "bench": "times against other libraries",
+    "calibrate": "measure this GPU for the choice of kernels",
     "report": "a page about this machine",
-    "tune": "faster tiles for this GPU",
     "soak": "calls from several threads for hours",
     "build-kernels": "an archive of compiled kernels",
 }

@@ -1,0 +1,114 @@
+"""All ways to run a call on a GPU: its forward pass or, for a cell of backward, its backward pass."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from ..api.explain import described_call, needs_of
+from ..backend.gpu.cost import Cost
+from ..backend.gpu.decoding import is_decoding
+from ..bench.cell import Cell
+from ..bench.inputs import make_case
+from ..call.call import Call, Needs
+from ..call.device import Device, describe_device
+from ..call.plan import Plan
+from ..call.problem import Problem
+from ..dispatch.planner import SUPPORT, declines_on_device
+
+BACKENDS = ("hopper", "triton")
+FEW_FEATURES = 64  # above which a second backend's ways are not all measured
+
+
+class Subject(NamedTuple):
+    """A cell's call, what its backward pass needs, and the gradient of its result."""
+
+    call: Call
+    needs: Needs | None  # of a cell of backward
+    dout: torch.Tensor
+
+    @classmethod
+    def of(cls, cell: Cell, device: torch.device) -> "Subject":
+        case = make_case(cell, device)
+        arguments = dict(case.arguments)
+        q, k, v = (arguments.pop(name) for name in "qkv")
+        cu_q, cu_k = arguments.pop("cu_seqlens_q", None), arguments.pop("cu_seqlens_k", None)
+        call = described_call(q, k, v, cu_q, cu_k, arguments)
+        assert case.dout is not None
+        return cls(call, needs_of(call) if cell.differentiates else None, case.dout)
+
+    @property
+    def problem(self) -> Problem:
+        return Problem.describe(self.call).bucketed()
+
+
+def plans(subject: Subject, *, every: bool = False) -> Iterator[tuple[str, Plan]]:
+    """Plans by name, those of a backend the fastest first. Of a second backend's, one is enough unless it may be the
+    faster one, or `every` plan is asked for.
+    """
+    problem, device = subject.problem, describe_device(subject.call.tensors.q.device)
+    taken = False
+    for backend in BACKENDS:
+        if declines_on_device(backend, problem, device, subject.needs) is not None:
+            continue
+        many = every or not taken or max(problem.head_dim, problem.head_dim_v) <= FEW_FEATURES or is_decoding(problem)
+        for plan in itertools.islice(plans_of(backend, problem, device, subject.needs), None if many else 1):
+            yield described(plan, subject.needs), plan
+        taken = True
+
+
+def plans_of(backend: str, problem: Problem, device: Device, needs: Needs | None) -> Iterator[Plan]:
+    for way in SUPPORT[backend].candidates(problem, device, needs):
+        yield Plan(backend, way.tile, way.num_splits, (), None, way.microseconds)
+
+
+def cost_of(plan: Plan, problem: Problem, device: Device, needs: Needs | None) -> Cost:
+    """What a plan does."""
+    from ..backend.hopper.plan import cost as hopper
+    from ..backend.triton.plan import cost as triton
+
+    if plan.backend == "triton":
+        if needs is None:
+            return triton.forward(problem, device, plan.tile, plan.num_splits)
+        return triton.backward(problem, device, plan.tile)
+    if needs is None:
+        return hopper.forward(problem, device, plan.tile.forward, plan.num_splits)
+    return hopper.backward(problem, device, plan.tile.backward)
+
+
+def described(plan: Plan, needs: Needs | None) -> str:
+    """A plan's name, which tells it from others of its problem."""
+    words = hopper_words if plan.backend == "hopper" else triton_words
+    return f"{plan.backend} {words(plan, backward=needs is not None)}"
+
+
+def hopper_words(plan: Plan, *, backward: bool) -> str:
+    if not backward:
+        x = plan.tile.forward
+        stages = x.kv_stages if x.kind == "float32" else x.stages
+        last = 1 if x.kind == "float32" else x.last_splits
+        return f"{x.block_m}x{x.block_n}x{stages} heads {x.heads_at_once} last {last} splits {plan.num_splits}"
+    x = plan.tile.backward
+    if x.kind == "split":
+        registers = " registers" * x.dq.dout_in_registers
+        return f"dq and dkdv{registers} heads {x.dkdv.heads_at_once} shared {x.dkdv.head_splits}"
+    late = " late" * (x.late_dq is not None)
+    shared = f"{x.head_splits}x{x.row_splits}x{x.row_chunks}"
+    return f"{x.block_m}x{x.block_n}{late} heads {x.heads_at_once} shared {shared} last {x.last_splits}"
+
+
+def triton_words(plan: Plan, *, backward: bool) -> str:
+    x = plan.tile
+
+    def tile(config: Any) -> str:
+        numbers = f"{config.block_m}x{config.block_n}x{config.num_warps}x{config.num_stages}"
+        return numbers if config.precision == "ieee" else f"{numbers} {config.precision}"
+
+    if (x.products_backward if backward else x.products) is not None:
+        return "products"
+    if not backward:
+        return f"{tile(x.forward)} splits {plan.num_splits}"
+    if x.fused is not None:
+        return f"fused {tile(x.fused.tile)} {x.fused.walk} splits {x.fused.splits}"
+    return f"dkdv {tile(x.dkdv)} dq {tile(x.dq)}"

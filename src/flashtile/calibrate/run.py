@@ -1,0 +1,81 @@
+"""A measurement by several processes: all compile, and take turns on the GPU."""
+
+import fcntl
+import multiprocessing
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..bench.cell import Cell
+from .store import read
+
+MOST_OF_KIND = 45  # cells of one width, whose kernels are mostly the same, of one process
+HUNG = 120.0  # seconds without a result, after which processes are ended
+
+
+def measure_all(cells: Sequence[Cell], store: Path, seconds: float) -> int:
+    """Measure the cells that a store lacks until the time is over; returns how many are missing."""
+    known = {row.cell for row in read(store) if not row.stale}
+    missing = [cell for cell in cells if without_source(cell) not in known]
+    end = time.time() + seconds
+    context = multiprocessing.get_context("spawn")
+    shares = [share for share in divided(missing, os.cpu_count() or 1) if share]
+    lock = context.Lock()
+    compiled = context.Barrier(len(shares) or 1)
+    workers = [context.Process(target=work, args=(share, store, end, lock, compiled)) for share in shares]
+    for worker in workers:
+        worker.start()
+    size, since = -1, time.time()
+    while any(worker.is_alive() for worker in workers):
+        time.sleep(0.5)
+        now = store.stat().st_size if store.is_file() else 0
+        if now != size:
+            size, since = now, time.time()
+        if time.time() > end + HUNG or (size > 0 and time.time() - since > end - time.time() + HUNG):
+            for worker in workers:
+                worker.kill()
+    done = {row.cell for row in read(store) if not row.stale}
+    return sum(without_source(cell) not in done for cell in cells)
+
+
+def without_source(cell: Cell) -> Cell:
+    """A cell as a store keeps it."""
+    return Cell.from_dict({**cell.as_dict(), "source": ""})
+
+
+def divided(cells: Sequence[Cell], processes: int) -> list[list[Cell]]:
+    """The cells of each process, of few widths."""
+    kinds: dict[Any, list[Cell]] = {}
+    for cell in cells:
+        kinds.setdefault((cell.dtype, cell.head_dim, cell.width_v), []).append(cell)
+    shares: list[list[Cell]] = [[] for _ in range(processes)]
+    for kind in sorted(kinds.values(), key=len, reverse=True):
+        kind.sort(key=lambda cell: (cell.differentiates, cell.is_special))
+        for start in range(0, len(kind), MOST_OF_KIND):
+            min(shares, key=len).extend(kind[start : start + MOST_OF_KIND])
+    return shares
+
+
+def work(cells: list[Cell], store: Path, end: float, lock: Any, compiled: Any) -> None:
+    """A process: compile the kernels of all cells, wait for the others, then measure one cell at a time."""
+    from .measure import measure, ready
+
+    device = torch.device("cuda")
+    for cell in cells:
+        if time.time() < end:
+            ready(cell, device)
+            torch.cuda.empty_cache()
+    compiled.wait()
+    for cell in cells:
+        with lock:
+            if time.time() > end:
+                return
+            row = measure(cell, device)
+            torch.cuda.empty_cache()
+            with store.open("a") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                file.write(row.to_json() + "\n")

@@ -1,0 +1,62 @@
+"""`flashtile calibrate`: measure the ways to run calls on this GPU, and fit the rates by which plans choose."""
+
+import statistics
+from argparse import ArgumentParser
+from pathlib import Path
+
+import torch
+
+from .options import CommandError, device, input_file, json_option, number, option, output_file, print_json
+
+RESERVE = 60.0  # seconds to fit, out of the time
+
+
+def arguments(parser: ArgumentParser) -> None:
+    option(parser, "--device", type=device, default="cuda")
+    option(
+        parser,
+        "--store",
+        type=output_file,
+        required=True,
+        help="A file of measured calls. Those that it has are not measured again, so that a run goes on where another "
+        "one ended.",
+    )
+    option(parser, "--rates", type=output_file, help="The chip's file of rates, written at the end.")
+    option(
+        parser,
+        "--sweep",
+        dest="sweeps",
+        action="append",
+        default=[],
+        type=input_file,
+        help="A TOML file of benchmarks/, whose calls are measured besides those that are drawn. May be repeated.",
+    )
+    option(parser, "--minutes", type=number(0, above=True), default=20.0)
+    json_option(parser)
+
+
+def run(
+    device: torch.device, store: Path, rates: Path | None, sweeps: list[Path], minutes: float, as_json: bool
+) -> None:
+    """Measure all candidates of calls on a GPU of Hopper or Triton's kernels, and fit a chip's rates to them."""
+    from ..calibrate.calls import standard
+    from ..calibrate.run import measure_all
+    from ..calibrate.store import read
+    from ..calibrate.written import write
+    from ..call.device import describe_device
+
+    if device.type != "cuda":
+        raise CommandError(f"the time of plans is counted for GPUs, not for {device.type}")
+    cells = standard(sweeps)
+    left = measure_all(cells, store, 60 * minutes - RESERVE)
+    rows = [row for row in read(store) if row.device == describe_device(device).name and not row.stale]
+    errors = write(rates, rows, describe_device(device)).errors if rates is not None and rows else None
+    found: dict[str, float] = {"calls": len(cells), "missing": left, "fitted": len(rows) if errors is not None else 0}
+    if errors is not None:
+        found["median_error"] = float(statistics.median(map(abs, errors)))
+    if as_json:
+        print_json(found)
+        return
+    print(f"{len(cells) - left} of {len(cells)} calls are measured" + "; the next run goes on" * (left > 0))
+    if errors is not None:
+        print(f"{rates}: rates of {len(rows)} calls, which their times differ from by {found['median_error']:.1%}")

@@ -1,1 +1,0 @@
-"""The search for tiles of `flashtile tune`. Calls never search."""
