@@ -32,7 +32,9 @@ def first(where: Callable[[Any], bool] = lambda _: True, num_splits: int = 1, **
     """
 
     def choose(found: list[Candidate]) -> Candidate:
-        chosen = next(x for x in found if where(config_of(x.tile)))
+        fitting = [x for x in found if where(config_of(x.tile))]
+        assert fitting, "no such candidate"
+        chosen = fitting[0]
         return chosen._replace(tile=changed(chosen.tile), num_splits=num_splits)
 
     def changed(tile: Any) -> Any:

@@ -62,6 +62,7 @@ SPLIT_BACKWARD_SPILL = {("causal", 160, SHORT): 4}  # others: 0
 FLOAT32_SPILL = {"float32_forward": (320, 850), "dq": (64, 200), "dkdv": (32, 500)}
 NEWER_TRITON_SPILL = 32  # most bytes of a thread in forward
 NEWER_TRITON_SPLIT_SPILL, NEWER_TRITON_LOADS = 16, 1  # in dq and dkdv; of spilled numbers in a step of forward
+SPILLS_3WG = (support.triton_version() or (0, 0)) > candidates.NEWEST_3WG  # above 64 features: two instead
 ONE_OF_EACH = (  # problem, kernel, most spilled bytes of a thread
     (("full", 64, SHORT, 1), "forward", NEWER_TRITON_SPILL), (("full", 64, SHORT), "backward", BACKWARD_SPILL),
     (("full", (192, 128), SHORT), "dq", 0), (("full", (192, 128), SHORT), "dkdv", 0),
@@ -261,11 +262,15 @@ def test_parts_of_float32(allowed: bool, parts: int) -> None:
 
 
 def launch_of(family: tuple, name: str) -> Launch:
-    """A launch of a family's call: by so many warpgroups, if it has their number, or by kernels of more registers."""
+    """A launch of a family's call: by two warpgroups, or their number in the family; by kernels of more registers."""
+
+    warpgroups = family[3] if family[3:] else 2
+    if warpgroups == 3 and family[1] > 64 and SPILLS_3WG:
+        warpgroups = 2
 
     def fits(config: Any) -> bool:
         if name == "forward":
-            return family[3:] in ((), (config.num_warpgroups,))
+            return config.num_warpgroups == warpgroups
         if config.kind == "split":
             return config.dkdv.keys_in_registers == (family in IN_REGISTERS)
         return (config.late_dq is not None) == (family in LATE_DQ)
