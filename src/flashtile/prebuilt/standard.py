@@ -24,7 +24,14 @@ PLAIN: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"causal": True, "win
 UNALIGNED = (1020, 1022, 1023)  # lengths of rows of a bias whose addresses 8, 4 and 2 bytes divide
 FILLING = (64, 64)  # query and key heads: enough tiles for a GPU, so that no keys and no rows are split
 GROUPED = (64, 8)  # the same in groups
-OVER_A_WAVE = ((16, 1100), (16, 2101), (17, 3001), (11, 5001), (3, 9001))  # heads and lengths, with different tiles
+OVER_A_WAVE = (
+    (16, 1100),
+    (16, 2101),
+    (17, 3001),
+    (11, 5001),
+    (3, 9001),
+    (6, 20001),
+)  # heads and lengths, with different tiles
 FEW_HEADS = ((2, 2), (8, 8), (8, 1))
 NARROWER = ((40, 40), (88, 88), (104, 104), (176, 176), (224, 224))  # head dimensions that do not fill a kernel's width
 RARER = ((32, 32), (72, 72), (80, 80), (160, 160))  # of vision and diffusion models: dense calls, full and causal
