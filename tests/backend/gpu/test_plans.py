@@ -13,13 +13,14 @@ pytest.importorskip("triton")
 
 from random_problems import H100, OTHERS, call_of, random_problem
 
+from flashtile.api.explain import described_call
 from flashtile.backend.gpu import rates as rates_of_devices
 from flashtile.backend.gpu import waves
 from flashtile.backend.gpu.cost import NEARLY
 from flashtile.backend.gpu.decoding import is_decoding
 from flashtile.backend.gpu.rates import Rates
 from flashtile.call.call import Needs
-from flashtile.call.device import Device
+from flashtile.call.device import Device, meta_tensors_on
 from flashtile.call.plan import Candidate, Plan
 from flashtile.call.problem import Problem
 from flashtile.dispatch import planner
@@ -178,3 +179,21 @@ def test_a_first_plan_takes_little_time() -> None:
                 planner._plan.__wrapped__(p, H100, "auto", needs)
                 best = min(best, time.perf_counter() - start)
             assert best < FIRST_PLAN
+
+
+@pytest.mark.parametrize(("seqlen", "backend"), [(4096, "hopper"), (16384, "triton")])
+def test_long_masks_take_kernels_that_visit_what_they_show(seqlen: int, backend: str) -> None:
+    """Above 128 features, Hopper's backward pass has no lists of a mask's blocks, and Triton's has."""
+    document = torch.zeros(1, seqlen, dtype=torch.int32, device="meta")
+
+    def same(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return document[b, i] == document[b, j]
+
+    with meta_tensors_on(H100):
+        q = torch.empty(1, 16, seqlen, 256, dtype=torch.bfloat16, device="meta")
+        p = Problem.describe(described_call(q, q, q, None, None, {"mask": same})).bucketed()
+        found, _ = planner.fastest(
+            BACKENDS, lambda name, needs: planner.declines_on_device(name, p, H100, needs), p, H100, QKV
+        )
+    assert found is not None
+    assert found.backend == backend

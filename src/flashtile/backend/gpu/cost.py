@@ -12,6 +12,7 @@ BLOCK = 128 * 128  # pairs for which a feature's time is counted
 OUTSIDE = ("launch", "merge", "sum", "products")  # how the names begin of what does not overlap with the rest
 OVERLAP = 4  # exponent of a sum that is little more than its largest part
 NEARLY = 1.04  # times the least time
+SHOWN_KEYS = 2048  # of a row, that a mask function is expected to show, as of packed documents
 L2_BYTES = 24 * 2**20  # of the L2 cache, for what is read again
 
 
@@ -63,6 +64,14 @@ def shared(head: Head, splits: int) -> Head:
 def of_group(head: Head, heads: int) -> Head:
     """The tiles of keys that so many query heads visit."""
     return Head(head.count, tuple(Tile(tile.steps * heads, tile.edges * heads) for tile in head.sample))
+
+
+def shown(head: Head, problem: Problem) -> Head:
+    """The tiles of a pass whose kernels visit the blocks that a mask function shows, as far as a plan may assume."""
+    part = min(1.0, SHOWN_KEYS / max(problem.counts.keys, 1))
+    if problem.mask_mod is None or not problem.window.unlimited or part == 1:
+        return head
+    return Head(head.count, tuple(Tile(part * tile.steps, tile.edges) for tile in head.sample))
 
 
 def missed(bytes_at_once: float) -> float:

@@ -3,8 +3,9 @@
 from ....call.device import Device
 from ....call.problem import Problem
 from ...gpu import waves
-from ...gpu.cost import BLOCK, Cost, Counts, features, missed, of_group, rows_bytes, shared
+from ...gpu.cost import BLOCK, Cost, Counts, features, missed, of_group, rows_bytes, shared, shown
 from ...gpu.waves import Work, busiest
+from ..listed import expects_lists
 from ..tile_config import (
     MMA_M,
     DkdvConfig,
@@ -34,6 +35,8 @@ def forward(problem: Problem, device: Device, config: ForwardConfig | Float32For
         head = shared(head, splits)
         counts["merge"] += 1
         counts["merge byte"] += splits * heads * rows * p.head_dim_v * 8
+    elif expects_lists(p):
+        head = shown(head, p)
     work = busiest(head, heads, device.cores, config.programs_per_core, config.heads_at_once * group)
     if config.last_splits > 1:
         whole, left = divmod(head.count * heads, device.cores)
@@ -114,7 +117,7 @@ def fused(problem: Problem, device: Device, config: FusedBackwardConfig) -> Cost
     if not one_tile:
         counts["launch"] += 1
         counts["sum byte"] += (10 if config.late_dq else 6) * row_numbers * config.dq_parts
-    head = shared(of_group(head, group), config.row_splits)
+    head = shared(of_group(shown(head, p) if expects_lists(p) else head, group), config.row_splits)
     if config.splits > 1 or config.row_chunks > 1:
         counts["launch sums"] += 1
         parts = config.splits

@@ -5,7 +5,8 @@ import torch
 from ....call.device import Device
 from ....call.problem import Problem, power_of_two
 from ...gpu import waves
-from ...gpu.cost import BLOCK, Cost, Counts, features, of_group, rows_bytes, shared
+from ...gpu.block_lists import LEAST_PAIRS
+from ...gpu.cost import BLOCK, Cost, Counts, features, of_group, rows_bytes, shared, shown
 from ...gpu.waves import Head, Tile, busiest
 from ..families import memory_of
 from ..tile_config import FusedConfig, KernelConfig, TileConfig
@@ -71,13 +72,20 @@ def forward(problem: Problem, device: Device, config: TileConfig, splits: int = 
         head = waves.row_tiles(p.window, rows, keys, max(rows, 1), tile.block_n)
         head = Head(max(1, -(-rows * pack // tile.block_m)), head.sample)
     else:
-        head = waves.row_tiles(p.window, rows, keys, tile.block_m, tile.block_n)
+        head = listed(waves.row_tiles(p.window, rows, keys, tile.block_m, tile.block_n), p)
     if splits > 1:
         counts["merge triton"] += 1
         counts["merge triton split"] += splits
         counts["merge triton byte"] += splits * batch * p.num_heads_q * rows * p.head_dim_v * 8
     add(counts, "forward", p, device, tile, shared(head, splits), heads)
     return Cost(counts, {"byte": rows_bytes(p)})
+
+
+def listed(head: Head, problem: Problem) -> Head:
+    """The tiles of a pass; of what a mask function shows, where kernels visit lists of blocks."""
+    batch, rows, keys = problem.counts
+    pairs = batch * problem.num_heads_q * rows * keys
+    return shown(head, problem) if problem.layout == "dense" and pairs >= LEAST_PAIRS else head
 
 
 def backward(problem: Problem, device: Device, config: TileConfig) -> Cost:
@@ -91,9 +99,9 @@ def backward(problem: Problem, device: Device, config: TileConfig) -> Cost:
     if config.dkdv.precision == "bf16x6":
         counts["launch triton split"] += 1
     group = p.num_heads_q // max(p.num_heads_kv, 1)
-    head = waves.key_tiles(p.window, rows, keys, config.dkdv.block_m, config.dkdv.block_n)
+    head = listed(waves.key_tiles(p.window, rows, keys, config.dkdv.block_m, config.dkdv.block_n), p)
     add(counts, "dkdv", p, device, config.dkdv, of_group(head, group), batch * p.num_heads_kv)
-    head = waves.row_tiles(p.window, rows, keys, config.dq.block_m, config.dq.block_n)
+    head = listed(waves.row_tiles(p.window, rows, keys, config.dq.block_m, config.dq.block_n), p)
     add(counts, "dq", p, device, config.dq, head, batch * p.num_heads_q)
     return Cost(counts, {"byte": 3 * rows_bytes(p)})
 
