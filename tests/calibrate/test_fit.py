@@ -52,7 +52,7 @@ def test_a_kernel_without_rates_takes_as_long_as_others_for_its_products() -> No
     assert rates["forward 96 64x128 step"] == pytest.approx(1.05 * 96 / 64 * 0.5)
     assert rates["forward 96 64x128 edge"] < rates["forward 96 64x128 step"]
     assert rates["launch never seen"] == 0
-    assert not rates.measures("backward 64 64x64")
+    assert "backward 64 64x64 step" not in rates
 
 
 def test_other_chips_are_scaled() -> None:

@@ -21,9 +21,8 @@ class Fit(NamedTuple):
     errors: np.ndarray  # of each call, in parts of its time
 
 
-def fit(costs: Sequence[Cost], microseconds: Sequence[float], importance: Sequence[float] | None = None) -> Fit:
-    """The rates with the least squares of relative errors, each as important as it is said to be."""
-    important = np.ones(len(costs)) if importance is None else np.array(importance)
+def fit(costs: Sequence[Cost], microseconds: Sequence[float]) -> Fit:
+    """The rates with the least squares of relative errors."""
     names = sorted({name for cost in costs for name in (*cost.counts, *cost.limits)})
     column = {name: n for n, name in enumerate(names)}
     times = np.array(microseconds)
@@ -36,7 +35,7 @@ def fit(costs: Sequence[Cost], microseconds: Sequence[float], importance: Sequen
             limits[name][row] = n
     prior = expected(names)
     rates, errors = np.array([START.get(name, 0.0) for name in names]), np.zeros(len(costs))
-    shares, weights = {name: np.zeros(len(costs)) for name in limits}, important
+    shares, weights = {name: np.zeros(len(costs)) for name in limits}, np.ones(len(costs))
     share = np.ones(len(costs))
     for n in range(ROUNDS):
         matrix = outside + inside * share[:, None]
@@ -55,7 +54,7 @@ def fit(costs: Sequence[Cost], microseconds: Sequence[float], importance: Sequen
         shares = {name: (x / total) ** (OVERLAP - 1) for name, x in waits.items()}
         errors = (outside @ rates + total) / times - 1
         if n >= ALIKE:
-            weights = important / np.sqrt(1 + (errors / OUTLIER) ** 2)
+            weights = 1 / np.sqrt(1 + (errors / OUTLIER) ** 2)
     return Fit({name: float(rates[n]) for name, n in column.items()}, errors)
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ...call.plan import Candidate
 from ...call.problem import Problem
-from .waves import Head, Tile
+from .waves import Head, Tile, Work
 
 BLOCK = 128 * 128  # pairs for which a feature's time is counted
 OUTSIDE = ("launch", "merge", "sum", "products")  # how the names begin of what does not overlap with the rest
@@ -85,6 +85,18 @@ def features(problem: Problem) -> list[str]:
     found = [name for name in ("bias", "mask", "alibi_slopes") if getattr(p.features, name) is not None]
     found += [name for name in ("softcap", "dropout") if getattr(p, name)]
     return found + [name for name in ("score_mod", "mask_mod") if getattr(p, name) is not None]
+
+
+def add_work(counts: Counts, kernel: str, name: str, work: Work, tile: Any, problem: Problem) -> None:
+    """Add the work of a core: the tiles of a kernel, whose rates have the `name`, and what features do to each pair of
+    them, of which all tiles of the `kernel` share a rate.
+    """
+    counts[f"{name} tile"] += work.tiles
+    counts[f"{name} step"] += work.steps
+    if work.edges:
+        counts[f"{name} edge"] += work.edges
+    for feature in features(problem):
+        counts[f"{kernel} {feature}"] += work.steps * tile.block_m * tile.block_n / BLOCK
 
 
 def rows_bytes(problem: Problem) -> float:

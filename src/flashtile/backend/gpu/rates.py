@@ -42,10 +42,6 @@ class Rates(dict[str, float]):
         self[name] = ESTIMATED[part] * products(found) * known.get(found["kernel"], median(known.values()))
         return self[name]
 
-    def measures(self, name: str) -> bool:
-        """Whether a kernel has a rate of its own."""
-        return f"{name} step" in self
-
 
 def products(kernel: re.Match[str]) -> int:
     """Products of a step."""

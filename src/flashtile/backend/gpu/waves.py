@@ -129,6 +129,15 @@ def busiest(head: Head, heads: float, cores: int, programs: int = 1, at_once: in
     return mean.times(taken / size * programs)
 
 
+def divided_end(head: Head, heads: int, cores: int, splits: int) -> tuple[Work, int]:
+    """The work of the busiest core, if so many programs share each of the tiles that whole waves leave; and how many
+    these are. The tiles of a head are alike.
+    """
+    whole, left = divmod(head.count * heads, cores)
+    steps = head.sample[0].steps
+    return Work(whole + 1, whole * steps + -(-steps // splits), 0), left
+
+
 def pigeonholes(sizes: Sequence[float], count: float, slots: int) -> Iterator[float]:
     """Least times of a program that has one tile more than whole rounds: of the longest tiles of these and one more,
     none is shorter than the last one. `sizes` fall, each of as many of `count` tiles.

@@ -3,8 +3,8 @@
 from ....call.device import Device
 from ....call.problem import Problem
 from ...gpu import waves
-from ...gpu.cost import BLOCK, Cost, Counts, features, missed, of_group, rows_bytes, shared, shown
-from ...gpu.waves import Work, busiest
+from ...gpu.cost import Cost, Counts, add_work, missed, of_group, rows_bytes, shared, shown
+from ...gpu.waves import Work, busiest, divided_end
 from ..listed import expects_lists
 from ..tile_config import (
     MMA_M,
@@ -39,9 +39,7 @@ def forward(problem: Problem, device: Device, config: ForwardConfig | Float32For
         head = shown(head, p)
     work = busiest(head, heads, device.cores, config.programs_per_core, config.heads_at_once * group)
     if config.last_splits > 1:
-        whole, left = divmod(head.count * heads, device.cores)
-        steps = head.sample[0].steps
-        work = Work(whole + 1, whole * steps + -(-steps // config.last_splits), 0)
+        work, left = divided_end(head, heads, device.cores, config.last_splits)
         counts["merge"] += 1
         counts["merge last"] += 1
         counts["merge byte"] += config.last_splits * left * config.block_m * p.head_dim_v * 8
@@ -76,13 +74,7 @@ def add(
     problem: Problem,
 ) -> None:
     """Add the work of a kernel's busiest core."""
-    name = f"hopper {kernel} {name_of(config)}"
-    counts[f"{name} tile"] += work.tiles
-    counts[f"{name} step"] += work.steps
-    if work.edges:
-        counts[f"{name} edge"] += work.edges
-    for feature in features(problem):
-        counts[f"hopper {kernel} {feature}"] += work.steps * config.block_m * config.block_n / BLOCK
+    add_work(counts, f"hopper {kernel}", f"hopper {kernel} {name_of(config)}", work, config, problem)
 
 
 def name_of(config: ForwardConfig | Float32Forward | FusedBackwardConfig | DqConfig | DkdvConfig) -> str:
@@ -128,9 +120,7 @@ def fused(problem: Problem, device: Device, config: FusedBackwardConfig) -> Cost
     at_once = min(config.heads_at_once, heads, device.cores) * group * rows * config.bytes_per_row
     again = head.total.steps * heads * config.block_m * config.bytes_per_row * missed(at_once)
     if config.last_splits > 1:
-        whole, left = divmod(head.count * heads, device.cores)
-        steps = head.sample[0].steps
-        work = Work(whole + 1, whole * steps + -(-steps // config.last_splits), 0)
+        work, left = divided_end(head, heads, device.cores, config.last_splits)
         counts["launch last"] += 1
         counts["sum byte"] += left * config.block_n * config.head_dim.width * 2 * 20
     rest = keys - (head.count - 1) * config.block_n

@@ -6,7 +6,7 @@ from ....call.device import Device
 from ....call.problem import Problem, power_of_two
 from ...gpu import waves
 from ...gpu.block_lists import LEAST_PAIRS
-from ...gpu.cost import BLOCK, Cost, Counts, features, of_group, rows_bytes, shared, shown
+from ...gpu.cost import Cost, Counts, add_work, of_group, rows_bytes, shared, shown
 from ...gpu.waves import Head, Tile, busiest
 from ..families import memory_of
 from ..tile_config import FusedConfig, KernelConfig, TileConfig
@@ -52,13 +52,8 @@ def add(
 ) -> None:
     """Add the work of a kernel's busiest core."""
     programs = programs_of_core(problem, device, tile, kernel)
-    work, name = busiest(head, heads, device.cores, programs), name_of(kernel, problem, tile)
-    counts[f"{name} tile"] += work.tiles
-    counts[f"{name} step"] += work.steps
-    if work.edges:
-        counts[f"{name} edge"] += work.edges
-    for feature in features(problem):
-        counts[f"triton {kernel} {feature}"] += work.steps * tile.block_m * tile.block_n / BLOCK
+    work = busiest(head, heads, device.cores, programs)
+    add_work(counts, f"triton {kernel}", name_of(kernel, problem, tile), work, tile, problem)
 
 
 def forward(problem: Problem, device: Device, config: TileConfig, splits: int = 1) -> Cost:
