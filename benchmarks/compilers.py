@@ -14,7 +14,7 @@ import torch
 
 from flashtile.backend.gpu.installed import triton_release, triton_version
 from flashtile.backend.hopper.plan import candidates
-from flashtile.backend.hopper.widths import WIDTHS
+from flashtile.backend.hopper.plan.widths import WIDTHS
 from flashtile.prebuilt.build import compile_launch, distinct, write
 from flashtile.prebuilt.launches import all_launches, device_of
 from flashtile.prebuilt.standard import plain

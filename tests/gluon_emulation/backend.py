@@ -90,7 +90,7 @@ def emulated_kernels(folder: Path = FOLDER) -> ModuleType:
     with mock.patch.dict(sys.modules, triton_modules()):
         sys.modules[name] = importlib.util.module_from_spec(spec)
         entry = importlib.import_module(f"{name}.entry")
-        importlib.import_module(f"{name}.host_backward")
+        importlib.import_module(f"{name}.launch.backward")
         for source in sorted((folder / "kernels").rglob("*.py")):
             importlib.import_module(".".join((name, *source.relative_to(folder).with_suffix("").parts)))
         loaded = {other: module for other, module in sys.modules.items() if other.startswith(name)}
@@ -126,8 +126,8 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
     The seed decides the order of events. Plans are the first of the tables. Yields the names of the kernels launched.
     """
     kernels = emulated_kernels(folder)
-    backward_launches, float32 = (
-        sys.modules[f"{kernels.__package__}.{name}"] for name in ("backward_launches", "float32")
+    forward, backward_launches, float32 = (
+        sys.modules[f"{kernels.__package__}.launch.{name}"] for name in ("forward", "backward_launches", "float32")
     )
     device = Device("cuda", "emulated", support.ARCHITECTURE, cores)
     launched: list[str] = []
@@ -163,7 +163,7 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
 
     with (
         mock.patch.multiple(replay, launch=launch, replayable=replayable),
-        mock.patch.multiple(kernels, tile_count_semaphore=semaphore_of, describe_device=lambda _: device),
+        mock.patch.multiple(forward, tile_count_semaphore=semaphore_of, describe_device=lambda _: device),
         mock.patch.multiple(float32, tile_count_semaphore=semaphore_of, describe_device=lambda _: device),
         mock.patch.object(backward_launches, "describe_device", return_value=device),
         mock.patch.object(planner, "describe_device", return_value=device),

@@ -8,8 +8,8 @@ import pytest
 import torch
 from checking import dense_case
 
-from flashtile.backend.triton import arguments as arguments_of_kernels
-from flashtile.backend.triton.arguments import is_even
+from flashtile.backend.triton.launch import arguments as arguments_of_kernels
+from flashtile.backend.triton.launch.arguments import is_even
 from flashtile.backend.triton.support import interpreted
 from flashtile.backend.triton.tile_config import KernelConfig
 from flashtile.call.call import Call

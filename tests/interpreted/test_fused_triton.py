@@ -13,7 +13,8 @@ from forced import first, forced
 from flashtile.api.explain import described_call
 from flashtile.backend.gpu import pairs
 from flashtile.backend.gpu.pairs import ALIGN
-from flashtile.backend.triton import entry, host_backward, support
+from flashtile.backend.triton import support
+from flashtile.backend.triton.launch import backward, forward
 from flashtile.backend.triton.tile_config import FusedConfig, KernelConfig
 from flashtile.call.call import Needs
 from flashtile.call.device import describe_device
@@ -75,7 +76,7 @@ def results(case: Case, config: FusedConfig, launches: int = 1) -> dict[str, Any
     fast_path.forget()
     with (
         forced(support, backward=first(fused=config)),
-        mock.patch.object(host_backward, "launch_fused", wraps=host_backward.launch_fused) as launched,
+        mock.patch.object(backward, "launch_fused", wraps=backward.launch_fused) as launched,
         poisoned_allocation(),
     ):
         found = case.run("triton")
@@ -154,8 +155,8 @@ def test_rows_of_a_bias_without_gradient_are_copied_to_whole_units(tile: str) ->
     bias = torch.randn(1, 2, rows, keys).to(HALF).expand(2, 2, rows, keys)
     assert keys % ALIGN > 0
     with (
-        mock.patch.object(entry, "ALIGNED_FROM", 0),
-        mock.patch.object(host_backward, "ALIGNED_FROM", 0),
+        mock.patch.object(forward, "ALIGNED_FROM", 0),
+        mock.patch.object(backward, "ALIGNED_FROM", 0),
         mock.patch.object(pairs, "in_units", wraps=pairs.in_units) as copied,
     ):
         assert wrong(replace(half_case(rows, keys, bias=bias), constant=("bias",)), config) == []

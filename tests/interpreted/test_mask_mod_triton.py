@@ -11,8 +11,8 @@ from ready_masks import EXPECTED, N
 from variants import VARIANTS
 
 from flashtile.backend.gpu.captured import captured_pointers, captured_scalars
-from flashtile.backend.triton.formulas import device_function
 from flashtile.backend.triton.kernels.kernel import Captured, Pointer, kernel, with_captured
+from flashtile.backend.triton.launch.formulas import device_function
 from flashtile.expression import Formula, mask_mod_formula
 from flashtile.testing.case import Case, MaskFunction, ScoreFunction
 from flashtile.testing.mask_functions import allowed_distances, causal_by_head, documents, first_keys

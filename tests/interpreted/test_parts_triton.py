@@ -11,9 +11,10 @@ import torch
 from float32_cases import case_of
 from forced import first, forced
 
-from flashtile.backend.triton import called, host_products, launches, score_blocks, support
+from flashtile.backend.triton import score_blocks, support
+from flashtile.backend.triton.launch import backward_launches, called, products
+from flashtile.backend.triton.launch.split_rows import split_rows
 from flashtile.backend.triton.plan import candidates
-from flashtile.backend.triton.split_rows import split_rows
 from flashtile.backend.triton.tile_config import KernelConfig
 from flashtile.dispatch import fast_path
 from flashtile.testing.case import Case, ScoreFunction
@@ -48,7 +49,7 @@ def test_rows_are_split_ahead_of_backward(case: Case) -> None:
     split = KernelConfig(16, 16, 4, 1, precision="bf16x6")
     with (
         forced(support, backward=first(dkdv=split, dq=split)),
-        mock.patch.object(launches, "split_rows", side_effect=split_rows) as splits,
+        mock.patch.object(backward_launches, "split_rows", side_effect=split_rows) as splits,
     ):
         assert failures(case) == []
     assert splits.call_count == 4  # q, k, v and dout, once for both kernels
@@ -64,9 +65,9 @@ def by_pytorch(scores: int = 2 * 32 * 64, keys: int = 8192, *, tf32: bool = Fals
         for name, value in (("CHUNK", 32), ("ROWS", 16), ("SCORES", scores), ("BLOCK_COST", 0), ("KEY_COST", 0)):
             patches.enter_context(mock.patch.object(score_blocks, name, value))
         for name, value in (("MOST_IN_REGISTERS", keys), ("LEAST_WIDTH", 32)):
-            patches.enter_context(mock.patch.object(host_products, name, value))
+            patches.enter_context(mock.patch.object(products, name, value))
         if tf32:
-            patches.enter_context(mock.patch.object(host_products, "allows_tf32", return_value=True))
+            patches.enter_context(mock.patch.object(products, "allows_tf32", return_value=True))
             patches.enter_context(mock.patch.object(called, "allows_tf32", return_value=True))
         patches.enter_context(mock.patch.object(candidates, "multiplies", return_value=True))
         patches.enter_context(forced(support))

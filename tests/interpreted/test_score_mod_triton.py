@@ -17,10 +17,10 @@ from variants import VARIANTS
 from flashtile.backend.gpu import replay
 from flashtile.backend.gpu.captured import captured_pointers, captured_scalars
 from flashtile.backend.gpu.formula import loads
-from flashtile.backend.triton.formulas import device_function
-from flashtile.backend.triton.gradients import new_sums, rounded_sums
 from flashtile.backend.triton.kernels import exact_sum
 from flashtile.backend.triton.kernels.kernel import Captured, Pointer, kernel, with_captured
+from flashtile.backend.triton.launch.formulas import device_function
+from flashtile.backend.triton.launch.gradients import new_sums, rounded_sums
 from flashtile.dispatch import fast_path
 from flashtile.expression.formula import Formula, formula_of
 from flashtile.testing.case import Case, ScoreFunction

@@ -14,9 +14,9 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from flashtile.backend.gpu import cost
-from flashtile.backend.hopper import backward_launches
 from flashtile.backend.hopper import entry as hopper_kernels
 from flashtile.backend.hopper import support as hopper_support
+from flashtile.backend.hopper.launch import backward_launches
 from flashtile.backend.triton import entry as triton_kernels
 from flashtile.backend.triton import support as triton_support
 from flashtile.call.call import DIFFERENTIABLE, Call, Needs

@@ -92,7 +92,7 @@ def test_host_code_loads_no_kernels(loaded: list[set[str]]) -> None:
     for backend in BACKENDS:
         package = f"flashtile.backend.{backend}."
         assert not {name for name in forward if name.startswith(package) and "backward" in name}
-        assert {f"{package}entry", f"{package}host_backward"} <= both
+        assert {f"{package}entry", f"{package}launch.backward"} <= both
     assert not {name for name in both if name.split(".")[0] == "triton" or ".kernels" in name}
 
 
@@ -183,6 +183,15 @@ def test_backends_do_not_import_one_another() -> None:
                 if foreign and other[1] not in shared.get(own[0], ()):
                     wrong.append(f"{name} imports {target}")
     assert not wrong
+
+
+def test_plans_need_no_launches() -> None:
+    """A kernel is chosen by values alone; only what launches it imports what chooses it."""
+    folders = [tuple(f"backend.{backend}.{x}" for x in ("plan", "launch", "kernels")) for backend in BACKENDS]
+    for plan, *later in folders:
+        chosen = {name: imports_of(name, at_import=False) for name in MODULES if name.startswith(plan)}
+        assert len(chosen) > 3
+        assert not {name: t for name, targets in chosen.items() for t in targets if t.startswith(tuple(later))}
 
 
 def test_no_cycles() -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backend.hopper.widths import WIDTHS
+from ..backend.hopper.plan.widths import WIDTHS
 
 DTYPES = (torch.bfloat16, torch.float16)
 LEFT_OUT = {  # kernels that are compiled at first use only

@@ -233,7 +233,7 @@ def test_memory_that_runs_out_leaves_everything_usable(backend: str, again: bool
 
     def forget() -> None:
         if not again and backend != "tiled":
-            from flashtile.backend.triton import semaphores
+            from flashtile.backend.triton.launch import semaphores
 
             fast_path.forget()
             semaphores._of_streams.clear()

@@ -18,7 +18,7 @@ from flashtile.backend.gpu import replay
 from flashtile.backend.gpu.pointers import Described
 from flashtile.backend.gpu.replay import Recorder, Results
 from flashtile.backend.scalars import rows_last
-from flashtile.backend.triton import semaphores
+from flashtile.backend.triton.launch import semaphores
 
 
 class Kernel:

@@ -23,9 +23,10 @@ from offline.launches import Launch, hopper_launches_of
 from flashtile import MaskMod
 from flashtile.api.explain import described_call
 from flashtile.backend.gpu import cost
-from flashtile.backend.hopper import float32, listed, support
-from flashtile.backend.hopper.bias_tiles import forward_tiles
-from flashtile.backend.hopper.plan import candidates
+from flashtile.backend.hopper import support
+from flashtile.backend.hopper.launch import float32
+from flashtile.backend.hopper.launch.bias_tiles import forward_tiles
+from flashtile.backend.hopper.plan import candidates, listed
 from flashtile.backend.hopper.plan.tables import FORWARD
 from flashtile.backend.hopper.tile_config import FusedBackwardConfig
 from flashtile.call.call import Features, Needs

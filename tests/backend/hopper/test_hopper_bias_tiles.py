@@ -70,7 +70,7 @@ def case_of(problem: Problem) -> Case:
 def results_of(case: Case, folder: Path = FOLDER, *, deterministic: bool = False) -> dict[str, torch.Tensor]:
     """Results of kernels that read tiles."""
     package = emulated_kernels(folder).__package__
-    tiles, lists = (importlib.import_module(f"{package}.{name}") for name in ("bias_tiles", "listed"))
+    tiles, lists = (importlib.import_module(f"{package}.{name}") for name in ("launch.bias_tiles", "plan.listed"))
     with (
         mock.patch.object(tiles, "dense_descriptor", wraps=tiles.dense_descriptor) as made,
         mock.patch.multiple(lists, LEAST_PAIRS=0, LEAST_MASK_PAIRS=0),

@@ -84,7 +84,7 @@ def test_values_of_float32(case: Case) -> None:
 def test_two_parts_of_float32() -> None:
     """Where TF32 is allowed, whose 11 bits would give a hundred times the error."""
     case = case_of("float32 causal 128", 0, "cpu", AROUND_TILES)
-    name = f"{emulated_kernels().__package__}.float32.allows_tf32"
+    name = f"{emulated_kernels().__package__}.launch.float32.allows_tf32"
     with emulated(CORES, 0), mock.patch(name, return_value=True):
         ratios = [x.ratio for x in compare(case.run("hopper"), case, solve(case))]
     assert 0.3 < max(ratios) < 16

@@ -15,7 +15,8 @@ from forced import first, forced, number
 from hopper_variants import LONGER, VARIANTS, case_of, tiles_of, with_tiles
 
 import flashtile
-from flashtile.backend.hopper import fused_backward, support
+from flashtile.backend.hopper import support
+from flashtile.backend.hopper.launch import fused_backward
 from flashtile.backend.hopper.plan import candidates
 from flashtile.dispatch import fast_path
 from flashtile.testing.oracle import solve

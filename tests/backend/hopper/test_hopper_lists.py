@@ -80,7 +80,7 @@ def run(
     mask is the same for all heads.
     """
     package = str(emulated_kernels(folder).__package__)
-    lists = importlib.import_module(f"{package}.listed")
+    lists = importlib.import_module(f"{package}.plan.listed")
     cores = 1 if problem.deterministic else 3  # one program waits forever for what it takes later
     with (
         mock.patch.multiple(lists, LEAST_PAIRS=0, LEAST_MASK_PAIRS=0),
@@ -136,7 +136,7 @@ def test_long_calls_have_no_bits() -> None:
     """Kernels call the mask's function where bits would take more memory."""
     problem = PROBLEMS["documents 64"]
     case = case_of(problem)
-    with mock.patch.object(importlib.import_module(f"{emulated_kernels().__package__}.listed"), "MOST_BITS", 0):
+    with mock.patch.object(importlib.import_module(f"{emulated_kernels().__package__}.plan.listed"), "MOST_BITS", 0):
         results = run(case, problem, bits=False)
     assert [str(x) for x in compare(results, case, solution_of(problem)) if not x.ok] == []
 
@@ -174,7 +174,7 @@ def test_full_blocks_do_not_read_the_mask() -> None:
     case = case_of(problem)
     mask = torch.rand((1, 1, 256, 256), generator=torch.Generator().manual_seed(0)) < 0.5
     case = replace(case, arguments=case.arguments | {"mask": mask})
-    lists = importlib.import_module(f"{emulated_kernels().__package__}.block_lists")
+    lists = importlib.import_module(f"{emulated_kernels().__package__}.launch.block_lists")
     with mock.patch.object(lists, "states_of_mask", side_effect=all_full):
         results = run(case, problem, reads_mask=False)
     del case.arguments["mask"]
@@ -201,7 +201,7 @@ def test_a_score_mod_with_a_mask_that_is_a_tensor_has_no_lists() -> None:
     """Kernels with lists take the blocks of a score_mod in the order of lists, not by distance."""
     mask = torch.ones(1, 1, 300, 300, dtype=torch.bool)
     q = torch.empty(1, 2, 300, 64, dtype=torch.bfloat16)
-    lists = importlib.import_module(f"{emulated_kernels().__package__}.listed")
+    lists = importlib.import_module(f"{emulated_kernels().__package__}.plan.listed")
     with mock.patch.object(lists, "LEAST_MASK_PAIRS", 0):
         for arguments, found in (({}, True), ({"score_mod": score_mods.alibi(torch.rand(2))}, False)):
             call = described_call(q, q, q, None, None, {"mask": mask, **arguments})
@@ -249,7 +249,7 @@ def test_kernels_list_what_torch_operations_list(name: str, summarized: bool) ->
     q, k = torch.empty(2, 4, 203, 64, dtype=torch.bfloat16), torch.empty(2, 2, 211, 64, dtype=torch.bfloat16)
     call = described_call(q, k, k, None, None, {"mask": MASKS[name], **WINDOWS.get(name, {})})
     lists, listed = (
-        importlib.import_module(f"{emulated_kernels().__package__}.{x}") for x in ("block_lists", "listed")
+        importlib.import_module(f"{emulated_kernels().__package__}.{x}") for x in ("launch.block_lists", "plan.listed")
     )
 
     def found() -> list[Tensor]:
@@ -305,7 +305,7 @@ def test_lists_and_bits_are_the_mask(name: str) -> None:
     if call.settings.top_left:
         in_window &= j <= i
     lists, listed = (
-        importlib.import_module(f"{emulated_kernels().__package__}.{x}") for x in ("block_lists", "listed")
+        importlib.import_module(f"{emulated_kernels().__package__}.{x}") for x in ("launch.block_lists", "plan.listed")
     )
     with mock.patch.object(listed, "LEAST_PAIRS", 0), emulated(), poisoned_allocation():
         recorder = Recorder(call.inputs)
@@ -324,7 +324,7 @@ def test_a_queue_of_entries_belongs_to_one_call() -> None:
     visible = SORTED[:, :203, None] == SORTED[:, None, :211]
     lists, listed, semaphores = (
         importlib.import_module(f"{emulated_kernels().__package__}.{x}")
-        for x in ("block_lists", "listed", "semaphores")
+        for x in ("launch.block_lists", "plan.listed", "launch.semaphores")
     )
     pair_bits = lists.pair_bits
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from flashtile.backend.gpu.kernel import function_under_jit
 from flashtile.backend.gpu.replay import Recorder
-from flashtile.backend.hopper import listed, support
+from flashtile.backend.hopper import support
+from flashtile.backend.hopper.plan import listed
 from flashtile.dispatch import fast_path
 from flashtile.testing.case import Case, MaskFunction
 from flashtile.testing.oracle import Expected, solve

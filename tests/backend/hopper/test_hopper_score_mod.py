@@ -71,7 +71,7 @@ class Bug(NamedTuple):
     lengths: tuple[int, ...] = (65, 130)
 
 
-STAGED, FORMULAS, FUNCTIONS = "gpu/staged.py", "hopper/formulas.py", "hopper/kernels/shared/functions.py"
+STAGED, FORMULAS, FUNCTIONS = "gpu/staged.py", "hopper/launch/formulas.py", "hopper/kernels/shared/functions.py"
 SHARED, MAINLOOP = "hopper/kernels/shared", "hopper/kernels/forward/mainloop.py"
 TABLE = "hopper/kernels/distance_table.py"
 KEY_ORDER = "hopper/kernels/forward/key_order.py"

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from windowed import WINDOWS, visible_blocks
 
-from flashtile.backend.hopper.last_wave import KeyRows, LastWave, last_wave
-from flashtile.backend.hopper.steps import steps_of_blocks
+from flashtile.backend.hopper.launch.last_wave import KeyRows, LastWave, last_wave
+from flashtile.backend.hopper.launch.steps import steps_of_blocks
 from flashtile.call.call import Settings
 
 M, N = 64, 128

@@ -12,7 +12,7 @@ from ...call.problem import OCTET, Problem, too_long
 from ...expression import Formula
 from ..gpu.formula import unsupported as unsupported_tensor
 from ..gpu.installed import triton_version
-from .widths import FUSED, ONE_BOX, WIDTHS, widths
+from .plan.widths import FUSED, ONE_BOX, WIDTHS, widths
 
 if TYPE_CHECKING:
     from ..gpu.cost import Cost
@@ -170,7 +170,7 @@ def candidates(problem: Problem, device: Device, needs: Needs | None) -> list[Ca
 
 def tiles(plan: Plan, call: Call, needs: Needs | None) -> dict[str, Any]:
     """The tiles of the kernels that a call runs in forward or, with `needs`, in backward, by name."""
-    from .entry import called_forward
+    from .launch.forward import called_forward
 
     return {"forward": called_forward(plan, call)} if needs is None else {"backward": plan.tile.backward}
 

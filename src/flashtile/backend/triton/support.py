@@ -80,7 +80,7 @@ def candidates(problem: Problem, device: Device, needs: Needs | None) -> list[Ca
 
 def tiles(plan: Plan, call: Call, needs: Needs | None) -> dict[str, Any]:
     """The tiles of the kernels that a call runs in forward or, with `needs`, in backward, by name."""
-    from . import called
+    from .launch import called
 
     return called.tiles(plan.tile, call, needs)
 

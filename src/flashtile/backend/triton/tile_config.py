@@ -35,7 +35,7 @@ class TileConfig(NamedTuple):
     """The kernels' configurations for one problem. Forward packs `pack_gqa` query heads of a group into one tile, and
     `fused` is one kernel for all gradients, where rows or keys are few. `dbias` is that of dq unless it is given.
     `given_splits` is that of forward in a call with `num_splits`, unless they are the same. `products` and
-    `products_backward` say who multiplies, if it is not these kernels (`host_products`).
+    `products_backward` say who multiplies, if it is not these kernels (`launch.products`).
     """
 
     forward: KernelConfig

@@ -15,8 +15,6 @@ from ....expression import Formula
 from ....expression.scaling import is_head_factor
 from ...gpu.archive import compiler_version
 from ...gpu.waves import splits_that_fill
-from .. import float32_tables
-from ..listed import expects_lists, is_padded
 from ..tile_config import (
     DkdvConfig,
     DqConfig,
@@ -25,8 +23,10 @@ from ..tile_config import (
     FusedBackwardConfig,
     SplitBackwardConfig,
 )
-from ..widths import ONE_BOX, widths
+from . import float32_tables
+from .listed import expects_lists, is_padded
 from .tables import FORWARD, FUSED_BACKWARD, SPLIT_BACKWARD
+from .widths import ONE_BOX, widths
 
 NEWEST_3WG = (3, 7)  # version of Triton; with later ones, three warpgroups spill at 80 and 96 features
 NEWEST_LATE_DQ = (3, 6)  # version of Triton; with 3.9, adding dq late spills 192 bytes at 128 features, not 72

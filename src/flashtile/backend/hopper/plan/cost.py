@@ -5,7 +5,6 @@ from ....call.problem import Problem
 from ...gpu import waves
 from ...gpu.cost import Cost, Counts, add_work, missed, of_group, rows_bytes, shared, shown
 from ...gpu.waves import Work, busiest, divided_end
-from ..listed import expects_lists
 from ..tile_config import (
     MMA_M,
     DkdvConfig,
@@ -15,6 +14,7 @@ from ..tile_config import (
     FusedBackwardConfig,
     SplitBackwardConfig,
 )
+from .listed import expects_lists
 
 SECTOR, LINE = 32, 128  # bytes of the L2 cache
 IDLE = 0.5  # of a step, besides the share of warpgroups that have rows

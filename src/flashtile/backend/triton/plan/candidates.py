@@ -12,10 +12,10 @@ from ....call.problem import Problem, power_of_two
 from ...gpu.decoding import MAX_ROWS, group_of, is_decoding, packed_rows
 from ...gpu.waves import splits_that_fill
 from ..constants import TRANSPOSED_ROWS
-from ..families import MIN_COPY_BYTES, has_most, has_pairs, memory_of, misaligned, needs_room, reads_pairs
 from ..tile_config import FusedConfig, KernelConfig, TileConfig, WidthConfigs
 from . import tables
 from .cost import programs_of_core
+from .families import MIN_COPY_BYTES, has_most, has_pairs, memory_of, misaligned, needs_room, reads_pairs
 
 SPLITS = (1, 2, 4, 8, 16, 32, 64)  # constants of the kernels, each with kernels of its own
 ALIGNED = 16  # bytes of one asynchronous copy
@@ -52,8 +52,8 @@ def forward(problem: Problem, device: Device) -> Iterator[tuple[TileConfig, int]
 
 
 def multiplies(problem: Problem, device: Device, *, backward: bool = False) -> bool:
-    """Whether PyTorch can multiply, and this backend's kernels do the rest (`host_products`): of wide heads on Hopper,
-    where six products of bfloat16 numbers take less time than one of float32.
+    """Whether PyTorch can multiply, and this backend's kernels do the rest (`launch.products`): of wide heads on
+    Hopper, where six products of bfloat16 numbers take less time than one of float32.
     """
     p = problem
     width = max(p.head_dim, p.head_dim_v)

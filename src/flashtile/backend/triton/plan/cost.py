@@ -8,8 +8,8 @@ from ...gpu import waves
 from ...gpu.block_lists import LEAST_PAIRS
 from ...gpu.cost import Cost, Counts, add_work, of_group, rows_bytes, shared, shown
 from ...gpu.waves import Head, Tile, busiest
-from ..families import memory_of
 from ..tile_config import FusedConfig, KernelConfig, TileConfig
+from .families import memory_of
 
 REGISTERS = 2**16  # of a core
 OWN_REGISTERS, MOST_REGISTERS = 40, 255  # of a thread, for addresses and the like, and in all

@@ -1,0 +1,23 @@
+"""Widths of the kernels, and the one that a head dimension takes."""
+
+import torch
+
+from ....call.problem import Problem
+
+WIDTHS = (  # of the kernels, for (q and k, v)
+    (32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (160, 160), (192, 192), (256, 256),
+)  # fmt: skip
+
+FLOAT32 = WIDTHS[1:5]  # of float32
+FUSED = WIDTHS[:5]  # with one backward kernel
+ONE_BOX = WIDTHS[:2]  # where exponentials take longer than products, and three warpgroups are fast with every Triton
+
+
+def widths(problem: Problem) -> tuple[int, int] | None:
+    """Widths of the narrowest kernels that hold the head dimensions.
+
+    TMA fills columns past the head dimension with 0, and does not store them.
+    """
+    head_dims = problem.head_dim, problem.head_dim_v
+    known = FLOAT32 if problem.dtype is torch.float32 else WIDTHS
+    return next((pair for pair in known if all(d <= width for d, width in zip(head_dims, pair, strict=True))), None)

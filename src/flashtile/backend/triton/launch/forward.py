@@ -1,0 +1,83 @@
+"""The launches of a forward pass."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ....call.call import Call, Tensors, new_rows, row_stats_shape, split_row_stats
+from ....call.plan import Plan
+from ...gpu.block_lists import block_lists, summary
+from ...gpu.kernel import Kernel
+from ...gpu.pairs import with_aligned_bias, with_contiguous_keys
+from ...gpu.replay import Recorder
+from ...replays import Results
+from ...scalars import lse_strides, rows_last, splits_of, strides
+from ..constants import TRANSPOSED_ROWS
+from . import KERNELS, products
+from . import arguments as args
+from .called import called_tile
+from .formulas import launch
+from .gradients import residual_of
+from .semaphores import new_semaphores
+
+FORWARD = Kernel(f"{KERNELS}.forward", "forward_kernel")
+ALIGNED_FROM = 64  # rows and keys above which copying a bias with unaligned rows pays
+
+
+def launch_forward(recorder: Recorder, plan: Plan, call: Call) -> Results:
+    call = call._replace(tensors=Tensors.from_flat(recorder.inputs))
+    if plan.tile.products is not None:
+        return products.launch_forward(recorder, call)
+    return launch_attention(recorder, plan, call)
+
+
+def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bool = False) -> Results:
+    """Record the forward pass of a call whose tensors belong to the recorder; returns `out`, `lse` and, with lists of a
+    mask tensor, the states of its blocks. `in_order`: each sequence's page has its number.
+    """
+    call = with_aligned_bias(recorder, with_contiguous_keys(recorder, call), ALIGNED_FROM)
+    t = call.tensors
+    q, k, v = (recorder.op(rows_last, x) for x in t[:3])
+    row_stats = args.new_result(recorder, call, q.new_empty(row_stats_shape(call), dtype=torch.float32), -torch.inf)
+    lse = split_row_stats(q, row_stats)[0]
+    out = t.out
+    if out is None:
+        out = args.new_result(recorder, call, new_rows(t.q, q.shape[1], v.shape[-1], q.dtype), 0)
+    config, pack_gqa = called_tile(plan.tile, call).forward, plan.tile.pack_gqa
+    splits = splits_of(call, plan.num_splits, config.block_n)
+    align = args.alignment([q, k, v, out])
+    tiles = args.num_tiles(call, config.block_m, pack_gqa)
+    programs = tiles * (q.shape[1] // pack_gqa) * args.dense_batch(q)
+    partials: dict[str, Tensor | None] = dict.fromkeys(("partial_out", "partial_lse", "partial_residual"))
+    semaphores = None
+    if splits > 1:
+        # Partial results have the rows of lse: [splits, B, H, S, Dv] or [splits, H, T, Dv].
+        rows = splits, *lse.shape
+        layouts = {"partial_out": ((*rows, v.shape[-1]), torch.float32), "partial_lse": (rows, torch.float32)}
+        layouts |= {"partial_residual": (rows, torch.float32)} if call.keeps_residual else {}
+        partials |= recorder.workspace(row_stats, layouts)
+        semaphores = recorder.op(partial(new_semaphores, q.device, programs))
+    whole = pack_gqa == 1 and splits == 1 and config.block_m > TRANSPOSED_ROWS
+    sizes = config.block_m, config.block_n
+    states = summary(recorder, call, *sizes) if whole else None
+    lists, list_strides = block_lists(recorder, call, *sizes, states) if whole else ({}, {})
+    residual = recorder.op(residual_of, row_stats) if call.keeps_residual else None
+    results = {"out": out, "lse": row_stats, "residual": residual, "semaphores": semaphores}
+    launch(
+        recorder,
+        call,
+        FORWARD,
+        args.pointers(recorder, call, q, k, v) | partials | results | {"sinks": t.sinks} | lists,
+        programs * splits,
+        {
+            **args.shared_scalars(call, q, k, v, align),
+            **list_strides,
+            **strides("out", out, align),
+            **lse_strides(lse),
+            **args.constants(call, config, align, pack_gqa, splits, in_order),
+            "stride_partials_split": None if splits == 1 else lse.numel(),
+            "num_tiles": tiles,
+        },
+    )
+    return (out, row_stats) if states is None else (out, row_stats, states)
