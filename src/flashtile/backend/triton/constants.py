@@ -34,6 +34,7 @@ class Constants:
     TRANSPOSED: bool = False  # scores are `[N, M]` (`kernels.few_rows`)
     IN_ORDER: bool = False  # a page table of one column is `0 .. batch - 1`, and not read
     NUM_WARPS: int = 4  # of a program; they decide how many rows of the splits are merged at once
+    STAGES: int = 1  # of rows in shared memory, in `kernels.mma`
     EVEN: bool = False  # no block needs masks; that of dq is slower without their code
 
 

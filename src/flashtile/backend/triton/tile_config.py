@@ -11,6 +11,7 @@ class KernelConfig(NamedTuple):
     num_warps: int
     num_stages: int
     precision: str = "ieee"  # of float32 products (`Constants.PRECISION`)
+    mma: bool = False  # it is one of `kernels.mma`
     bias_once: bool = False  # a bias's gradient loads its tile of the bias once, into registers
 
     def __str__(self) -> str:
@@ -33,9 +34,10 @@ class FusedConfig(NamedTuple):
 
 class TileConfig(NamedTuple):
     """The kernels' configurations for one problem. Forward packs `pack_gqa` query heads of a group into one tile, and
-    `fused` is one kernel for all gradients, where rows or keys are few. `dbias` is that of dq unless it is given.
+    `fused` is one kernel for all gradients, where rows or keys are few; `one_loop` is one for
+    dq, dk and dv of any lengths. `dbias` is that of dq unless it is given.
     `given_splits` is that of forward in a call with `num_splits`, unless they are the same. `products` and
-    `products_backward` say who multiplies, if it is not these kernels (`launch.products`).
+    `products_backward` say who multiplies, if it is not these kernels (`host_products`).
     """
 
     forward: KernelConfig
@@ -44,6 +46,7 @@ class TileConfig(NamedTuple):
     pack_gqa: int = 1
     dbias: KernelConfig | None = None
     fused: FusedConfig | None = None
+    one_loop: KernelConfig | None = None
     given_splits: KernelConfig | None = None
     products: str | None = None
     products_backward: str | None = None

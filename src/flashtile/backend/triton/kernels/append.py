@@ -61,7 +61,7 @@ def append_kernel(
     D: tl.constexpr = CONFIG.D
     DV: tl.constexpr = CONFIG.DV
     heads = tokens.num_heads_q + tokens.num_heads_k
-    work = query_tile(tokens, tl.program_id(0), heads, 1, 1, CONFIG.BLOCK_B)
+    work = query_tile(tokens, tl.program_id(0), heads, 1, 1, tl.arange(0, CONFIG.BLOCK_B))
     b = work.sequence.to(tl.int64)
     if work.sequence < tokens.batch:
         place = work.start

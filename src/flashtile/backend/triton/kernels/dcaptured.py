@@ -31,7 +31,7 @@ def dcaptured_kernel(
     """
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     lengths = params.lengths
-    work = query_tile(lengths, tl.program_id(0), lengths.num_heads_q, 1, BLOCK_M, CONFIG.BLOCK_B)
+    work = query_tile(lengths, tl.program_id(0), lengths.num_heads_q, 1, BLOCK_M, tl.arange(0, CONFIG.BLOCK_B))
     if work.start < work.seqlen:
         row = work.start + tl.arange(0, BLOCK_M)  # [M]
         exists = row < work.seqlen

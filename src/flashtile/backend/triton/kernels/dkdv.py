@@ -45,7 +45,7 @@ def dkdv_kernel(
     lengths = params.lengths
     work = work_tile(
         tl.program_id(0), lengths.num_tiles, lengths.num_heads_k, lengths.cu_seqlens_k, None, lengths.batch,
-        lengths.total_k, block_origin(params.dropout), 1, BLOCK_N, CONFIG.BLOCK_B,
+        lengths.total_k, block_origin(params.dropout), 1, BLOCK_N, tl.arange(0, CONFIG.BLOCK_B),
     )  # fmt: skip
     if work.start < work.seqlen:
         b = batch_index(params, work)

@@ -63,7 +63,7 @@ def forward_kernel(
     heads = lengths.num_heads_k if PACK_GQA > 1 else lengths.num_heads_q
     TRANSPOSED: tl.constexpr = CONFIG.TRANSPOSED
     decodes: tl.constexpr = lengths.page_table.data is not None
-    work = query_tile(lengths, program, heads, PACK_GQA, BLOCK_M, CONFIG.BLOCK_B, SHORT=decodes)
+    work = query_tile(lengths, program, heads, PACK_GQA, BLOCK_M, tl.arange(0, CONFIG.BLOCK_B), SHORT=decodes)
     if work.start < work.seqlen * PACK_GQA:
         row = work.start + tl.arange(0, BLOCK_M)
         position, head = row // PACK_GQA, work.head * PACK_GQA + row % PACK_GQA  # [M]

@@ -13,6 +13,8 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon._runtime import GluonJITFunction
 
 from ...gpu.generated import defined
 
@@ -22,6 +24,11 @@ Scalar = tl.tensor  # never specialized: a new length or stride uses the same co
 
 class Captured:
     """A tuple: data pointer, sizes and strides of each captured tensor, one after another. `None` without tensors."""
+
+
+def gluon_kernel(function: Any) -> Any:
+    """As `kernel`, of a function in Gluon."""
+    return generated(gluon.jit(function), (), gluon.jit)
 
 
 def kernel(function: Any) -> Any:
@@ -38,10 +45,13 @@ def with_captured(kernel: Any, dimensions: tuple[int, ...]) -> Any:
     """Make the kernel that also takes captured tensors with these numbers of dimensions: pointers `captured0` and so
     on, scalars `size_captured0_0` and `stride_captured0_0`.
     """
-    return generated(kernel.fn.__globals__["body"], dimensions) if dimensions else kernel
+    if not dimensions:
+        return kernel
+    jit = gluon.jit if isinstance(kernel, GluonJITFunction) else triton.jit
+    return generated(kernel.fn.__globals__["body"], dimensions, jit)
 
 
-def generated(body: Any, dimensions: tuple[int, ...]) -> Any:
+def generated(body: Any, dimensions: tuple[int, ...], jit: Any = triton.jit) -> Any:
     """The kernel to launch for a function under `triton.jit`."""
     function = body.fn
     name, parameters = function.__name__, inspect.signature(function).parameters.values()
@@ -54,7 +64,7 @@ def generated(body: Any, dimensions: tuple[int, ...]) -> Any:
     names = {"__name__": function.__module__, "tl": tl, "body": body}
     names |= {group.__name__: group for p in parameters for group in groups(p.annotation)}
     captured = "".join(f" {n}" for n in dimensions)
-    return triton.jit(
+    return jit(
         defined(name, source, f"{function.__module__}.{name}{captured}", names), do_not_specialize=scalars
     )
 

@@ -28,7 +28,12 @@ class HeadInfo(NamedTuple):
 @triton.jit
 def batch_index(params, work):
     """The sequence of a work tile as a 64-bit index; 0 for packed tokens that belong to none."""
-    return tl.where(work.sequence < params.lengths.batch, work.sequence, 0).to(tl.int64)
+    return sequence_index(work.sequence, params.lengths.batch)
+
+
+@triton.jit
+def sequence_index(sequence, batch):
+    return tl.where(sequence < batch, sequence, 0).to(tl.int64)
 
 
 @triton.jit

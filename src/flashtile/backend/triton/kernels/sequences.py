@@ -28,12 +28,14 @@ class SeqlenInfo(NamedTuple):
 @triton.jit
 def work_tile(
     program, num_tiles, num_heads, cu_seqlens, seqused, batch, total, origin, PACK_GQA: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_B: tl.constexpr, SHORT: tl.constexpr = False,
+    BLOCK: tl.constexpr, n, SHORT: tl.constexpr = False, FIRST_FIRST: tl.constexpr = False,
 ):  # fmt: skip
-    """Find the block of rows of a program. Blocks start at `origin <= 0`; each position has `PACK_GQA` rows.
+    """Find the block of rows of a program. Blocks start at `origin <= 0`; each position has `PACK_GQA` rows. `n` counts
+    from 0 to a power of two above the number of packed sequences.
 
     Programs count through blocks, then heads, then dense sequences: those that run together share keys. The last rows
-    of a causal sequence see the most keys and go first, so that short work fills the end.
+    of a causal sequence see the most keys and go first, so that short work fills the end; with `FIRST_FIRST` the first
+    keys, which most rows see.
 
     Packed: `num_tiles` counts the blocks of all sequences. Tokens that belong to no sequence are one more sequence.
     `SHORT` programs skip divisions by 1; branches cost others registers (Triton 3.6).
@@ -45,9 +47,9 @@ def work_tile(
     else:
         tile, head = program % num_tiles, program // num_tiles
     if cu_seqlens is None:
-        return WorkTile(head // num_heads, head % num_heads, origin + (num_tiles - 1 - tile) * BLOCK, 0, total)
+        block = tile if FIRST_FIRST else num_tiles - 1 - tile
+        return WorkTile(head // num_heads, head % num_heads, origin + block * BLOCK, 0, total)
     else:
-        n = tl.arange(0, BLOCK_B)
         start = tl.load(cu_seqlens + n, mask=n <= batch, other=total).to(tl.int32)
         stop = tl.load(cu_seqlens + n + 1, mask=n < batch, other=total).to(tl.int32)
         start = tl.minimum(tl.maximum(start, 0), total)
@@ -62,19 +64,19 @@ def work_tile(
         count = tl.sum(tl.where(own, blocks, 0), 0)
         seqlen = tl.sum(tl.where(own, seqlen, 0), 0)
         offset = tl.sum(tl.where(own, start, 0), 0)
-        block = tl.maximum(count - 1 - (tile - before), 0)
+        block = tile - before if FIRST_FIRST else tl.maximum(count - 1 - (tile - before), 0)
         return WorkTile(sequence, head, origin + block * BLOCK, offset, seqlen)
 
 
 @triton.jit
 def query_tile(
-    lengths, program, num_heads, PACK_GQA: tl.constexpr, BLOCK: tl.constexpr, BLOCK_B: tl.constexpr,
+    lengths, program, num_heads, PACK_GQA: tl.constexpr, BLOCK: tl.constexpr, n,
     SHORT: tl.constexpr = False,
 ):  # fmt: skip
     """Find the block of query rows of a program."""
     return work_tile(
         program, lengths.num_tiles, num_heads, lengths.cu_seqlens_q, lengths.seqused_q, lengths.batch, lengths.total_q,
-        0, PACK_GQA, BLOCK, BLOCK_B, SHORT,
+        0, PACK_GQA, BLOCK, n, SHORT,
     )  # fmt: skip
 
 

@@ -81,6 +81,7 @@ def constants(
         IN_ORDER=in_order,
         TRANSPOSED=config.block_m == TRANSPOSED_ROWS,
         NUM_WARPS=config.num_warps,
+        STAGES=config.num_stages if config.mma else 1,
         EVEN=is_even(call, config),
     )
     return {"CONFIG": compiled, "num_warps": config.num_warps, "num_stages": config.num_stages}
@@ -123,6 +124,22 @@ def row_stats_strides(x: Tensor) -> dict[str, int]:
     """Strides of two values a row, `[B, H, S, 2]` or `[H, T, 2]`, in units of two rows (16 bytes)."""
     *batch, head, _, _ = x.stride()
     return {"stride_row_stats_b": batch[0] // 4 if batch else 0, "stride_row_stats_h": head // 4}
+
+
+def row_sums_shape(call: Call, config: KernelConfig) -> tuple[int, ...]:
+    """Sums of dq by whole blocks of rows, `[B, H, rows, D]` or `[H, rows, D]` (`kernels.mma.from_sums`)."""
+    t, block = call.tensors, config.block_m
+    width = head_dim(t.q.shape[-1])
+    columns = width.CHUNK_0 + width.CHUNK_1
+    if t.cu_seqlens_q is not None:
+        return t.q.shape[1], (t.q.shape[0] // block + t.cu_seqlens_q.shape[0]) * block, columns
+    return *t.q.shape[:2], -(-t.q.shape[2] // block) * block, columns
+
+
+def row_sums_strides(name: str, sums: Tensor) -> dict[str, int]:
+    """Strides in units of 8 elements."""
+    *batch, head, _, _ = sums.stride()
+    return {f"stride_{name}_b": batch[0] // 8 if batch else 0, f"stride_{name}_h": head // 8}
 
 
 def dbias_scalars(call: Call, bias: Tensor, config: KernelConfig) -> dict[str, int]:
@@ -241,6 +258,16 @@ def paged_seqlens(recorder: Recorder, call: Call) -> Tensor:
         return t.seqused_k
     assert t.cu_seqlens_k is not None
     return recorder.op(Tensor.diff, t.cu_seqlens_k)
+
+
+def aligned_rows(x: Tensor) -> Tensor:
+    """Rows that asynchronous copies of 16 bytes can read; a copy if they are not."""
+    return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether 16 bytes divide the address of each row of 16-bit numbers, whose features are contiguous."""
+    return x.data_ptr() % 16 == 0 and alignment([x]) == 16 // x.element_size()
 
 
 def num_tiles(call: Call, block: int, pack_gqa: int = 1) -> int:

@@ -15,7 +15,7 @@ from ...replays import BackwardReplay, Results
 from ...scalars import rows_last
 from . import products
 from .backward_launches import BackwardLaunches, Rows
-from .called import called_tile, is_fused, multiplies
+from .called import called_tile, is_fused, is_one_loop, multiplies
 from .fused import launch_fused
 from .gradients import (
     from_row_stats,
@@ -68,6 +68,9 @@ def launch_backward(recorder: Recorder, plan: Plan, call: Call, needs: Needs) ->
     slopes = needs.alibi_slopes
     if multiplies(tile, needs):
         dq, dk, dv, dslopes = products.launch_backward(launches, needs)
+    elif tile.one_loop is not None and is_one_loop(tile, needs):
+        dq, dk, dv = launches.one_loop(tile.one_loop)
+        dslopes = None
     else:
         dk, dv = launches.dkdv(tile.dkdv) if needs.k or needs.v else (None, None)
         dq, dslopes = launches.dq(tile.dq, lse, slopes) if needs.q or slopes else (None, None)

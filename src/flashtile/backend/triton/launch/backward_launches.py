@@ -18,12 +18,15 @@ from ...scalars import dlse_strides, lse_strides, rows_last, strides
 from ..tile_config import KernelConfig
 from . import KERNELS, formulas
 from . import arguments as args
-from .gradients import new_bias_gradients, new_key_rows, new_sums, rounded_sums, sum_of_splits
+from .gradients import new_bias_gradients, new_key_rows, new_row_sums, new_sums, rounded_sums, sum_of_splits
 from .split_rows import split_rows
 
 ROWS_AT_ONCE = 64
 PREPROCESS, DKDV, DQ, DBIAS, DCAPTURED = (
     Kernel(f"{KERNELS}.{name}", f"{name}_kernel") for name in ("preprocess", "dkdv", "dq", "dbias", "dcaptured")
+)
+ONE_LOOP, FROM_SUMS = (
+    Kernel(f"{KERNELS}.mma.{name}", f"{name}_kernel") for name in ("backward", "from_sums")
 )
 
 
@@ -117,6 +120,39 @@ class BackwardLaunches:
 
     def dkdv(self, config: KernelConfig) -> tuple[Tensor, Tensor]:
         """dk and dv, by position where keys are paged."""
+        return self.of_keys(DKDV, config, {}, {})
+
+    def one_loop(self, config: KernelConfig) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv by one kernel, whose programs add to sums of dq in any order."""
+        self.dout = self.recorder.op(args.aligned_rows, self.dout)
+        self.pointers = {**self.pointers, "dout": self.dout}
+        sums = self.recorder.op(partial(new_row_sums, args.row_sums_shape(self.call, config)), self.call.tensors.q)
+        dk, dv = self.of_keys(ONE_LOOP, config, {"dq": sums}, args.row_sums_strides("dq", sums))
+        return self.from_sums(sums, config), dk, dv
+
+    def from_sums(self, sums: Tensor, config: KernelConfig) -> Tensor:
+        """dq from its sums, in the order of the fragments of products."""
+        call, q = self.call, self.call.tensors.q
+        dq = args.new_result(self.recorder, call, new_rows(q, q.shape[1], q.shape[-1], q.dtype), 0)
+        tiles, align = args.num_tiles(call, config.block_m), args.alignment([dq])
+        given = args.seqlen_scalars(call)
+        scalars = {
+            **args.row_sums_strides("sums", sums),
+            **strides("dq", dq, align),
+            **args.constants(call, config._replace(num_warps=4), align),
+            "num_tiles": tiles,
+            "num_heads_q": q.shape[1],
+            **{name: given[name] for name in ("batch", "total_q")},
+            "scale": call.settings.scale,
+        }
+        pointers = {"sums": sums, "dq": dq, **{x: self.pointers[x] for x in ("cu_seqlens_q", "seqused_q")}}
+        self.recorder.launch(FROM_SUMS, pointers, tiles * q.shape[1] * args.dense_batch(dq), scalars)
+        return dq
+
+    def of_keys(
+        self, kernel: Kernel, config: KernelConfig, pointers: Pointers, more: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """dk and dv by a kernel whose programs own blocks of keys."""
         dk, dv = (self.recorder.new(new_key_rows(self.call, x)) for x in self.call.tensors[1:3])
         given, align = self.inputs(dk, dv, config=config)
         tiles = args.num_key_tiles(self.call, config.block_n)
@@ -128,10 +164,11 @@ class BackwardLaunches:
             **strides("dk", dk, align, keys=True),
             **strides("dv", dv, align, keys=True),
             **args.constants(self.call, config, align),
+            **more,
             "num_tiles": tiles,
             "scale": self.call.settings.scale,
         }
-        self.launch(DKDV, {"dk": dk, "dv": dv, **lists}, programs, scalars, config=config)
+        self.launch(kernel, {"dk": dk, "dv": dv, **pointers, **lists}, programs, scalars, config=config)
         return dk, dv
 
     def dq(self, config: KernelConfig, lse: Tensor, slopes: bool) -> tuple[Tensor, Tensor | None]:

@@ -41,6 +41,11 @@ def is_fused(config: FusedConfig, call: Call, needs: Needs, rows: Sequence[Tenso
     return needs.q and needs.k and needs.v and near and aligned and bias and not other
 
 
+def is_one_loop(tile: TileConfig, needs: Needs) -> bool:
+    """Whether one kernel makes dq, dk and dv; it makes no gradients of slopes."""
+    return tile.one_loop is not None and needs.q and (needs.k or needs.v) and not needs.alibi_slopes
+
+
 def tiles(tile: TileConfig, call: Call, needs: Needs | None) -> dict[str, Any]:
     """The configurations of the kernels that run in forward or, with `needs`, in backward, by name."""
     tile = called_tile(tile, call)
@@ -53,6 +58,8 @@ def tiles(tile: TileConfig, call: Call, needs: Needs | None) -> dict[str, Any]:
         return {"products in backward": tile.products_backward, "dbias": dbias}
     if tile.fused is not None and is_fused(tile.fused, call, needs, [rows_last(x) for x in call.tensors[:3]]):
         return {"fused": tile.fused}
+    if is_one_loop(tile, needs):
+        return {"one loop": tile.one_loop, "dbias": dbias}
     return {
         "dkdv": tile.dkdv if needs.k or needs.v else None,
         "dq": tile.dq if needs.q or needs.alibi_slopes else None,

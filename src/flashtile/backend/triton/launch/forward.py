@@ -2,6 +2,8 @@
 
 from functools import partial
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ from .formulas import launch
 from .gradients import residual_of
 from .semaphores import new_semaphores
 
-FORWARD = Kernel(f"{KERNELS}.forward", "forward_kernel")
+FORWARD, FORWARD_MMA = (Kernel(f"{KERNELS}.{name}", "forward_kernel") for name in ("forward", "mma.forward"))
 ALIGNED_FROM = 64  # rows and keys above which copying a bias with unaligned rows pays
 
 
@@ -45,29 +47,35 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bo
     if out is None:
         out = args.new_result(recorder, call, new_rows(t.q, q.shape[1], v.shape[-1], q.dtype), 0)
     config, pack_gqa = called_tile(plan.tile, call).forward, plan.tile.pack_gqa
+    if config.mma and not all(args.is_aligned(x) for x in (q, k, v, out)):
+        assert plan.tile.given_splits is not None
+        config = plan.tile.given_splits
     splits = splits_of(call, plan.num_splits, config.block_n)
     align = args.alignment([q, k, v, out])
     tiles = args.num_tiles(call, config.block_m, pack_gqa)
     programs = tiles * (q.shape[1] // pack_gqa) * args.dense_batch(q)
-    partials: dict[str, Tensor | None] = dict.fromkeys(("partial_out", "partial_lse", "partial_residual"))
-    semaphores = None
+    partials: dict[str, Tensor | None] = {}
+    stride_split: dict[str, Any] = {}
+    if not config.mma:
+        partials = dict.fromkeys(("partial_out", "partial_lse", "partial_residual", "semaphores"))
+        stride_split = {"stride_partials_split": None if splits == 1 else lse.numel()}
     if splits > 1:
         # Partial results have the rows of lse: [splits, B, H, S, Dv] or [splits, H, T, Dv].
         rows = splits, *lse.shape
         layouts = {"partial_out": ((*rows, v.shape[-1]), torch.float32), "partial_lse": (rows, torch.float32)}
         layouts |= {"partial_residual": (rows, torch.float32)} if call.keeps_residual else {}
         partials |= recorder.workspace(row_stats, layouts)
-        semaphores = recorder.op(partial(new_semaphores, q.device, programs))
+        partials["semaphores"] = recorder.op(partial(new_semaphores, q.device, programs))
     whole = pack_gqa == 1 and splits == 1 and config.block_m > TRANSPOSED_ROWS
     sizes = config.block_m, config.block_n
     states = summary(recorder, call, *sizes) if whole else None
     lists, list_strides = block_lists(recorder, call, *sizes, states) if whole else ({}, {})
     residual = recorder.op(residual_of, row_stats) if call.keeps_residual else None
-    results = {"out": out, "lse": row_stats, "residual": residual, "semaphores": semaphores}
+    results = {"out": out, "lse": row_stats, "residual": residual}
     launch(
         recorder,
         call,
-        FORWARD,
+        FORWARD_MMA if config.mma else FORWARD,
         args.pointers(recorder, call, q, k, v) | partials | results | {"sinks": t.sinks} | lists,
         programs * splits,
         {
@@ -76,7 +84,7 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bo
             **strides("out", out, align),
             **lse_strides(lse),
             **args.constants(call, config, align, pack_gqa, splits, in_order),
-            "stride_partials_split": None if splits == 1 else lse.numel(),
+            **stride_split,
             "num_tiles": tiles,
         },
     )

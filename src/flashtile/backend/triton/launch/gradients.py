@@ -77,6 +77,11 @@ def slope_gradient(slopes: Tensor, cu_seqlens: Tensor | None, rows: Tensor) -> T
     return total.index_put_((sequence,), rows.t(), accumulate=True)[:-1]  # sorted, hence deterministic
 
 
+def new_row_sums(shape: tuple[int, ...], q: Tensor) -> Tensor:
+    """Sums of dq, fp32, 0."""
+    return q.new_zeros(shape, dtype=torch.float32)
+
+
 def new_key_rows(call: Call, x: Tensor) -> Tensor:
     """Uninitialized gradients for k or v. Pages may be shared: their gradients are by position, `[B, H, S, D]`."""
     if call.layout == "dense":

@@ -1,0 +1,1 @@
+"""Kernels of chips with mma.sync, in Gluon."""
