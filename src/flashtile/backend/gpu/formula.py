@@ -64,7 +64,7 @@ class Writer:
     def constant(self, value: float, kind: str) -> Value:
         number = repr(value) if repr(value).strip("-") not in ("inf", "nan") else f'float("{value}")'
         dtype = "int1" if kind == BOOL else DTYPES[kind]
-        return self.line(f"{self.language}.full([], {number}, {self.language}.{dtype})")
+        return self.line(f"{self.language}.cast({number}, {self.language}.{dtype})")
 
     def input(self, name: str) -> Value:
         return Value(name, frozenset([name]))
@@ -115,7 +115,7 @@ class Writer:
         language = self.language
         inside = self.inside(tensor, indices)
         if inside is None:
-            return self.line(f"{language}.full([], 0, {language}.int64)")
+            return self.line(f"{language}.cast(0, {language}.int64)")
         text = f"{indices[0].name}.to({language}.int64)"
         for n, x in enumerate(indices[1:], 1):
             text = f"({text} * {self.size_text(tensor, n)} + {x.name})"

@@ -64,9 +64,7 @@ def generated(body: Any, dimensions: tuple[int, ...], jit: Any = triton.jit) -> 
     names = {"__name__": function.__module__, "tl": tl, "body": body}
     names |= {group.__name__: group for p in parameters for group in groups(p.annotation)}
     captured = "".join(f" {n}" for n in dimensions)
-    return jit(
-        defined(name, source, f"{function.__module__}.{name}{captured}", names), do_not_specialize=scalars
-    )
+    return jit(defined(name, source, f"{function.__module__}.{name}{captured}", names), do_not_specialize=scalars)
 
 
 def is_group(kind: Any) -> bool:

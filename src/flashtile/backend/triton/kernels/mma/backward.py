@@ -38,6 +38,7 @@ from .tiles import (
     zeros,
 )
 
+
 @dataclass(frozen=True)
 class Layouts:
     """Layouts of a program, where pairs are `[N, M]`."""
@@ -134,7 +135,7 @@ def backward_kernel(
         stride_q, stride_dout = elements(q.stride_m, ALIGN), elements(dout.stride_m, ALIGN)
         dq_row = first_row(offset_q, work.sequence, lengths.cu_seqlens_q, M) * (D.CHUNK_0 + D.CHUNK_1)
         dk_j, dv_j = zeros(N, D, KEYS), zeros(N, DV, KEYS)
-        for g in range(0, lengths.num_heads_q // lengths.num_heads_k):
+        for g in range(lengths.num_heads_q // lengths.num_heads_k):
             head = work.head * (lengths.num_heads_q // lengths.num_heads_k) + g
             info = head_info(params, b, head, shift)
             listed = block_list(params, b, head, work.start // N)
@@ -149,6 +150,7 @@ def backward_kernel(
                 dk_j, dv_j, blocks, listed, keys, exists, bounds, buffers, rows, params, info, LAYOUTS, CONFIG
             )
 
+        async_copy.wait_group(0)  # keys that no row sees: their memory is used again
         dv_scale = 1.0 if params.dropout.threshold is None else params.dropout.keep_scale
         stride_dk, stride_dv = elements(dk.stride_n, ALIGN), elements(dv.stride_n, ALIGN)
         dk_rows = HeadRows(head_pointer(dk, b, work.head, ALIGN) + work.offset * stride_dk, stride_dk)

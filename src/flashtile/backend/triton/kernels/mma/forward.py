@@ -113,6 +113,7 @@ def forward_kernel(
         state = empty(params.scores.sinks, work.head, with_sink, info.factor, zeros(M, DV, PAIRS), M, ROWS, CONFIG)
         state = walk(state, blocks, listed, position[:, None], bounds, buffers, keys, params, info, LAYOUTS, CONFIG)
 
+        async_copy.wait_group(0)  # q, where no keys are seen: its memory is used again
         weight, row_lse, row_residual = softmax.finalize(state, info.factor, False, CONFIG.NATURAL)
         exists = position < work.seqlen
         row = b * elements(lse.stride_b, 1) + work.head * elements(lse.stride_h, 1) + work.offset + position
@@ -133,7 +134,7 @@ def empty(
     if sinks is not None:
         sink = gl.load(sinks + head).to(gl.float32)
         sink = gl.where(with_sink, sink if CONFIG.NATURAL else sink * (LOG2E / factor), -INFINITY)
-        m = m * 0 + sink
+        m = gl.where(m < sink, sink, m)
         total = gl.where(m == -INFINITY, 0.0, 1.0)
     return RowState(m, Sum(total, 0.0), acc)
 

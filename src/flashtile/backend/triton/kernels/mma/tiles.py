@@ -5,8 +5,7 @@ Triton would keep the fragments of a loop's invariants in registers, which have 
 scores and masks are those of the kernels in Triton's own language: called from Gluon, they compute in its layouts.
 """
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton.language as tl
 from triton import constexpr_function
