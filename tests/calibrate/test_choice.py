@@ -1,4 +1,4 @@
-"""The choice of kernels on an H100, against measured times of all ways to run 581 calls."""
+"""The choice of kernels, against measured times of all ways to run calls: on an H100, and as an sm_80 has them."""
 
 import statistics
 from pathlib import Path
@@ -11,8 +11,12 @@ from flashtile.calibrate.candidates import Subject, plans
 from flashtile.calibrate.store import Row, read
 from flashtile.call.device import Device, meta_tensors_on
 
-STORE = Path(__file__).parents[2] / "benchmarks" / "results" / "candidates-h100.jsonl"
-H100 = Device("cuda", "NVIDIA H100 80GB HBM3", "sm_90", 132)
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+MEASURED = {
+    "h100": Device("cuda", "NVIDIA H100 80GB HBM3", "sm_90", 132),
+    "sm80": Device("cuda", "sm_80 on NVIDIA H200", "sm_80", 132),
+}
+LEAST = {"h100": 400, "sm80": 150}  # calls
 MOST_STALE = 0.2  # of the rows
 MEAN, FAR = 0.015, 0.08  # of the best time
 MOST_FAR = 0.06  # of the calls
@@ -24,24 +28,30 @@ class Choice(NamedTuple):
     loss: float  # of the best time
 
 
-@pytest.fixture(scope="module")
-def choices() -> list[Choice]:
-    return [Choice(row, loss(row)) for row in read(STORE)]
+@pytest.fixture(scope="module", params=MEASURED)
+def choices(request: pytest.FixtureRequest) -> list[Choice]:
+    return [Choice(row, loss(row, MEASURED[request.param])) for row in rows_of(request.param)]
 
 
-def loss(row: Row) -> float:
+def rows_of(chip: str) -> list[Row]:
+    return list(read(RESULTS / f"candidates-{chip}.jsonl"))
+
+
+def loss(row: Row, device: Device) -> float:
     """What the chosen plan takes more than the best one."""
-    with meta_tensors_on(H100):
+    with meta_tensors_on(device):
         subject = Subject.of(row.cell, torch.device("meta"))
         expected = {name: plan.microseconds for name, plan in plans(subject, every=True) if name in row.times}
     chosen = min(expected, key=lambda name: expected[name])
     return row.times[chosen][0] / min(times[0] for name, times in row.times.items() if name in expected) - 1
 
 
-def test_rows_are_of_these_kernels() -> None:
-    rows = list(read(STORE))
+@pytest.mark.parametrize("chip", MEASURED)
+def test_rows_are_of_these_kernels(chip: str) -> None:
+    rows = rows_of(chip)
     stale = [row.cell.label() for row in rows if row.stale]
-    assert len(rows) >= 400
+    assert len(rows) >= LEAST[chip]
+    assert {row.device for row in rows} == {MEASURED[chip].name}
     assert len(stale) <= MOST_STALE * len(rows), "measure again: flashtile calibrate --store"
 
 

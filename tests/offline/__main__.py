@@ -12,7 +12,7 @@ import triton
 from rich.console import Console
 from rich.progress import track
 
-from flashtile.backend.triton.plan.families import SHARED_MEMORY
+from flashtile.backend.gpu.chips import SHARED_MEMORY
 
 from .compiled import KIB, compile_launch
 from .families import ARCHITECTURES, FAMILIES, call_of_family, most_registers

@@ -34,7 +34,7 @@ LAYERS = (
     ("backend",),
     ("dispatch",),
     ("api",),
-    ("testing",),
+    ("testing", "as_arch"),
     ("bench",),
     ("verification", "calibrate", "soak", "progress", "prebuilt"),
     ("report",),

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from .. import processes
+from ..as_arch import install_inherited
 from .cell import Cell
 from .origin import commit, device_name
 from .providers import make
@@ -146,6 +147,7 @@ def about(device: torch.device) -> dict[str, Any]:
 
 def main() -> None:
     """Measure what is missing, as the process that may be replaced."""
+    install_inherited()
     work = Work.from_json(Path(sys.argv[1]).read_text())
     store, device = Store(Path(work.store)), torch.device(work.device)
     origin = about(device)

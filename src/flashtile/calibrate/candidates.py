@@ -103,6 +103,7 @@ def triton_words(plan: Plan, *, backward: bool) -> str:
 
     def tile(config: Any) -> str:
         numbers = f"{config.block_m}x{config.block_n}x{config.num_warps}x{config.num_stages}"
+        numbers += " mma" * config.mma
         return numbers if config.precision == "ieee" else f"{numbers} {config.precision}"
 
     if (x.products_backward if backward else x.products) is not None:
@@ -111,4 +112,6 @@ def triton_words(plan: Plan, *, backward: bool) -> str:
         return f"{tile(x.forward)} splits {plan.num_splits}"
     if x.fused is not None:
         return f"fused {tile(x.fused.tile)} {x.fused.walk} splits {x.fused.splits}"
+    if x.one_loop is not None:
+        return f"one loop {tile(x.one_loop)}"
     return f"dkdv {tile(x.dkdv)} dq {tile(x.dq)}"

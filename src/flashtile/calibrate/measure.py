@@ -12,6 +12,7 @@ from ..call.device import describe_device
 from ..call.plan import Plan
 from ..dispatch.passes import entry_of
 from .candidates import Subject, plans
+from .sources import kinds
 from .store import Row, sources_of
 
 ROUNDS, FEW_ROUNDS = 7, 3
@@ -86,7 +87,8 @@ def measure(cell: Cell, device: torch.device) -> Row:
             if n < FEW_ROUNDS or times[name][0] < LONG:
                 times[name].append(elapsed(graph.replay) / calls)
     middle = {name: spread(sorted(values)) for name, values in times.items()}
-    return Row(cell, describe_device(device).name, triton_release() or "", sources_of(cell), middle, refused)
+    here = describe_device(device)
+    return Row(cell, here.name, triton_release() or "", sources_of(cell, kinds(here.arch)), middle, refused)
 
 
 def raise_if_lost(error: Exception) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..as_arch import install_inherited
 from ..bench.cell import Cell
 from .store import read
 
@@ -64,6 +65,7 @@ def work(cells: list[Cell], store: Path, end: float, lock: Any, compiled: Any) -
     """A process: compile the kernels of all cells, wait for the others, then measure one cell at a time."""
     from .measure import measure, ready
 
+    install_inherited()
     device = torch.device("cuda")
     for cell in cells:
         if time.time() < end:

@@ -5,23 +5,33 @@ import functools
 import hashlib
 from pathlib import Path
 
+from ..backend.gpu.chips import MMA_SYNC
+
 PACKAGE = Path(__file__).parents[1]
-KERNELS = {  # files that kernels are defined in, by backend and pass
+FOLDERS = {"mma": "triton"}
+KERNELS = {  # files that kernels are defined in, by kind and pass
     ("hopper", False): ("forward/forward", "combine", "float32/forward"),
     ("hopper", True): ("backward/fused", "dq/dq", "dkdv/dkdv", "preprocess", "postprocess", "add_splits"),
     ("triton", False): ("forward", "between_products"),
     ("triton", True): ("dkdv", "dq", "fused", "preprocess", "between_products"),
+    ("mma", False): ("mma/forward",),
+    ("mma", True): ("mma/backward", "mma/from_sums"),
 }
 
 
 @functools.cache
-def digest(backend: str, backward: bool) -> str:
+def digest(kind: str, backward: bool) -> str:
     """Of all files that a pass's kernels are made from."""
-    folder, files = PACKAGE / "backend" / backend / "kernels", set[Path]()
-    for name in KERNELS[backend, backward]:
+    folder, files = PACKAGE / "backend" / FOLDERS.get(kind, kind) / "kernels", set[Path]()
+    for name in KERNELS[kind, backward]:
         collect(folder / f"{name}.py", files)
     text = b"".join(file.read_bytes() for file in sorted(files))
     return hashlib.sha256(text).hexdigest()[:16]
+
+
+def kinds(arch: str) -> tuple[str, ...]:
+    """The kinds of kernels that are candidates on a chip."""
+    return ("triton", "mma") if arch in MMA_SYNC else ("hopper", "triton")
 
 
 def collect(file: Path, found: set[Path]) -> None:

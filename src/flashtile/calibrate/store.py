@@ -1,13 +1,12 @@
 """Measured calls in a file of JSON lines, to which a run appends what is missing."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..bench.cell import Cell
-from .candidates import BACKENDS
 from .sources import digest
 
 
@@ -17,14 +16,14 @@ class Row(NamedTuple):
     cell: Cell
     device: str
     triton: str
-    sources: dict[str, str]  # digests, by backend
+    sources: dict[str, str]  # digests, by kind of kernels
     times: dict[str, list[float]]
     refused: dict[str, str]  # plans that do not run, and why
 
     @property
     def stale(self) -> bool:
         """Whether kernels have changed since."""
-        return self.sources != sources_of(self.cell)
+        return self.sources != sources_of(self.cell, self.sources)
 
     def to_json(self) -> str:
         default = Cell()
@@ -37,8 +36,8 @@ class Row(NamedTuple):
         return cls(**{**row, "cell": Cell.from_dict(row["cell"])})
 
 
-def sources_of(cell: Cell) -> dict[str, str]:
-    return {backend: digest(backend, cell.differentiates) for backend in BACKENDS}
+def sources_of(cell: Cell, kinds: Iterable[str]) -> dict[str, str]:
+    return {kind: digest(kind, cell.differentiates) for kind in kinds}
 
 
 def read(path: Path) -> Iterator[Row]:

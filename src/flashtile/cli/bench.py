@@ -14,10 +14,12 @@ from .env import survey
 from .options import (
     CommandError,
     UsageError,
+    arch_option,
     device,
     flag,
     folder,
     input_file,
+    install_arch,
     integer,
     json_option,
     number,
@@ -38,6 +40,7 @@ DEFAULT_CELLS = (
 
 def arguments(parser: ArgumentParser) -> None:
     option(parser, "--device", type=device, default="cpu")
+    arch_option(parser)
     option(
         parser,
         "--sweep",
@@ -82,6 +85,7 @@ def arguments(parser: ArgumentParser) -> None:
 def run(
     *,
     device: torch.device,
+    as_arch: str | None,
     sweep_file: Path | None,
     filters: Sequence[str],
     out: Path | None,
@@ -95,6 +99,7 @@ def run(
     once after the same rest. Figures are medians over rounds with their 20% and 80% quantiles; FLOPs are those of
     visible pairs, 2.5 times as many backward. Cells that cannot be measured are listed with the reason.
     """
+    install_arch(as_arch)
     from ..bench.origin import origin
     from ..bench.providers import all_names, make
     from ..bench.results import Results

@@ -6,7 +6,18 @@ from pathlib import Path
 
 import torch
 
-from .options import CommandError, device, input_file, json_option, number, option, output_file, print_json
+from .options import (
+    CommandError,
+    arch_option,
+    device,
+    input_file,
+    install_arch,
+    json_option,
+    number,
+    option,
+    output_file,
+    print_json,
+)
 
 RESERVE = 60.0  # seconds to fit, out of the time
 
@@ -31,13 +42,15 @@ def arguments(parser: ArgumentParser) -> None:
         type=input_file,
         help="A TOML file of benchmarks/, whose calls are measured besides those that are drawn. May be repeated.",
     )
+    arch_option(parser)
     option(parser, "--minutes", type=number(0, above=True), default=20.0)
     json_option(parser)
 
 
 def run(
-    device: torch.device, store: Path, rates: Path | None, sweeps: list[Path], minutes: float, as_json: bool
-) -> None:
+    device: torch.device, store: Path, rates: Path | None, sweeps: list[Path], as_arch: str | None, minutes: float,
+    as_json: bool,
+) -> None:  # fmt: skip
     """Measure all candidates of calls on a GPU of Hopper or Triton's kernels, and fit a chip's rates to them."""
     from ..calibrate.calls import standard
     from ..calibrate.run import measure_all
@@ -47,6 +60,7 @@ def run(
 
     if device.type != "cuda":
         raise CommandError(f"the time of plans is counted for GPUs, not for {device.type}")
+    install_arch(as_arch)
     cells = standard(sweeps)
     left = measure_all(cells, store, 60 * minutes - RESERVE)
     rows = [row for row in read(store) if row.device == describe_device(device).name and not row.stale]

@@ -12,6 +12,7 @@ import torch
 
 from .. import __version__
 from ..backend.cpu.support import VECTORS_VARIABLE
+from ..as_arch import ARCH_VARIABLE
 from ..backend.gpu.archive import KERNELS_VARIABLE
 from ..backend.gpu.origin import archive_in_words
 from ..backend.user_files import CACHE_VARIABLE
@@ -20,7 +21,7 @@ from ..dispatch.planner import BACKEND_VARIABLE, backends
 from .options import json_option, print_json
 
 PACKAGES = ("numpy", "triton", "llvmlite", "numba", "matplotlib", "flash_attn")
-VARIABLES = (BACKEND_VARIABLE, CACHE_VARIABLE, VECTORS_VARIABLE, KERNELS_VARIABLE)
+VARIABLES = (BACKEND_VARIABLE, CACHE_VARIABLE, VECTORS_VARIABLE, KERNELS_VARIABLE, ARCH_VARIABLE)
 
 
 def arguments(parser: ArgumentParser) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..as_arch import ARCHITECTURES
 from ..call.check import DTYPES
 
 NAMED_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
@@ -41,6 +42,26 @@ def flag(parser: argparse.ArgumentParser, *names: str, **settings: Any) -> None:
 
 def json_option(parser: argparse.ArgumentParser) -> None:
     flag(parser, "--json", dest="as_json", help="Print JSON and nothing else.")
+
+
+def arch_option(parser: argparse.ArgumentParser) -> None:
+    option(
+        parser,
+        "--as-arch",
+        choices=ARCHITECTURES,
+        help="Compile Triton kernels for this older architecture, to PTX that the driver compiles for the GPU.",
+    )
+
+
+def install_arch(arch: str | None) -> None:
+    """Obey `--as-arch`, before the first call."""
+    if arch is not None:
+        from ..as_arch import install
+
+        try:
+            install(arch)
+        except RuntimeError as error:
+            raise CommandError(str(error)) from None
 
 
 # Types ----------------------------------------------------------------------------------------------------------------

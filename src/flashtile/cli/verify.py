@@ -23,9 +23,11 @@ from ..verification.examine import Outcome, Problems, Report, Tally, default_job
 from . import recorded as records
 from .options import (
     UsageError,
+    arch_option,
     device,
     dtype,
     input_file,
+    install_arch,
     integer,
     json_option,
     number,
@@ -65,6 +67,7 @@ def arguments(parser: ArgumentParser) -> None:
         help="Of the first problem; the next are +1. [default: 0, or the first that --record's table does not have]",
     )
     option(parser, "--device", type=device, default="cpu")
+    arch_option(parser)
     option(parser, "--dtype", dest="dtypes", type=dtype, help="May be repeated. [default: all]", **several)
     option(
         parser,
@@ -89,6 +92,7 @@ def run(
     long_cases: int,
     first: int | None,
     device: torch.device,
+    as_arch: str | None,
     dtypes: Sequence[torch.dtype],
     inputs: str,
     jobs: int | None,
@@ -108,6 +112,7 @@ def run(
         raise UsageError("--cases and --long are both 0: there is nothing to verify")
     if variation is not None and (variations > 1 or record is not None):
         raise UsageError("--variation repeats one problem: neither --variations nor --record go with it")
+    install_arch(as_arch)
     start = first or 0
     seeds, long = range(start, start + cases), range(start, start + long_cases)
     of_seed = range(variations) if variation is None else range(variation, variation + 1)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import processes
+from ..as_arch import install_inherited
 from ..backend.hopper.support import ARCHITECTURE as HOPPER
 from ..bench.captured import Source
 from ..call.device import describe_device
@@ -185,6 +186,7 @@ def start_worker() -> None:
     processes.end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # sent by a terminal to all processes: the parent ends them
     torch.set_num_threads(1)
+    install_inherited()
 
 
 def examine_seed(problems: Problems, deadline: float, first: Number) -> list[Outcome] | None:

@@ -10,6 +10,7 @@ from calls import dense_call
 
 from flashtile.backend.triton import support
 from flashtile.backend.triton.plan import candidates, tables
+from flashtile.backend.triton.plan.cost import fits
 from flashtile.backend.triton.tile_config import KernelConfig, TileConfig
 from flashtile.call.call import Features, Needs
 from flashtile.call.device import Device
@@ -38,9 +39,32 @@ def test_a_feature_of_pairs_has_the_smaller_tiles_alone() -> None:
         assert len({(x.dkdv, x.dq) for x in tiles(problem(**changes), needs=QKV)}) == 1
 
 
-def test_chips_with_less_shared_memory_have_one_tile() -> None:
-    for arch in ("sm_80", "sm_89", "gfx942"):
-        assert len({x.forward for x in tiles(problem(), A100._replace(arch=arch))}) == 1
+def test_other_chips_have_one_tile() -> None:
+    for device in (A100._replace(arch="sm_100"), A100._replace(arch="gfx942")):
+        assert not any(x.forward.mma or x.one_loop for x in tiles(problem(), device))
+    assert len({x.forward for x in tiles(problem(), device)}) == 1
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_120"])
+@pytest.mark.parametrize("width", [64, 96, 128, 256])
+def test_mma_sync_has_kernels_of_its_own(arch: str, width: int) -> None:
+    """Within the shared memory of the chip, and of what they can compute."""
+    device = A100._replace(arch=arch)
+    given = problem(head_dim=width, head_dim_v=width)
+    forward = {x.forward for x in tiles(given, device) if x.forward.mma}
+    loops = {x.one_loop for x in tiles(given, device, QKV)} - {None}
+    assert forward
+    assert loops
+    for tile in forward:
+        assert fits(given, device, tile, "forward")
+    for changes in ({"alignment": 8}, {"dtype": torch.float32}, {"dropout": True}, {"head_dim": 257}):
+        other = replace(given, **changes)
+        assert not any(x.forward.mma for x in tiles(other, device))
+        assert not any(x.one_loop for x in tiles(other, device, QKV))
+    assert not any(x.one_loop for x in tiles(replace(given, deterministic=True), device, QKV))
+    assert not any(x.one_loop for x in tiles(given, device, QKV._replace(alibi_slopes=True)))
+    for x in tiles(given, device):  # for a caller's number of splits, and for results that are not aligned
+        assert not x.forward.mma or (x.given_splits is not None and not x.given_splits.mma)
 
 
 @pytest.mark.parametrize(("width", "rows"), [(128, 1), (64, 1), (80, 3), (128, 9), (64, 16), (256, 16)])

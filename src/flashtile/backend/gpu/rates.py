@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from ...call.device import Device
+from .chips import unlike
 
 FOLDER = "rates"
 KERNEL = re.compile(r"(?P<kernel>.+?) (?P<d>\d+)(/(?P<dv>\d+))? (?P<m>\d+)x(?P<n>\d+)(x\d+x\d+)?(?P<variant> .+)?")
@@ -61,9 +62,9 @@ def sorted_files() -> list[Any]:
     return sorted((x for x in folder.iterdir() if x.name.endswith(".toml")), key=lambda x: x.name)
 
 
-def distance(chip: Mapping[str, Any], device: Device) -> tuple[bool, bool, int]:
+def distance(chip: Mapping[str, Any], device: Device) -> tuple[bool, int, int]:
     """How far a chip is from a device: another one, of another architecture, of another number of cores."""
-    return chip["name"] != device.name, chip["arch"] != device.arch, abs(chip["cores"] - device.cores)
+    return chip["name"] != device.name, unlike(chip["arch"], device.arch), abs(chip["cores"] - device.cores)
 
 
 def scaled(file: Mapping[str, Any], device: Device, name: str) -> Rates:
@@ -77,6 +78,8 @@ def scaled(file: Mapping[str, Any], device: Device, name: str) -> Rates:
         clock = memory = 1.0
     else:
         about = f"{name}, of {chip['name']}, scaled: clock {1 / clock:.3g}, bandwidth {1 / memory:.3g}"
+        if chip["arch"] != device.arch:
+            about += f"; none were measured for {device.arch}, which `flashtile calibrate` does"
     found: dict[str, float] = {}
     for key, value in file["rates"].items():
         if isinstance(value, Mapping):

@@ -74,7 +74,8 @@ def candidates(problem: Problem, device: Device, needs: Needs | None) -> list[Ca
     if needs is None:
         ways = [(tile, n, cost.forward(problem, device, tile, n)) for tile, n in candidates.forward(problem, device)]
     else:
-        ways = [(tile, 1, cost.backward(problem, device, tile)) for tile in candidates.backward(problem, device)]
+        tiles = (x for x in candidates.backward(problem, device) if x.one_loop is None or not needs.alibi_slopes)
+        ways = [(tile, 1, cost.backward(problem, device, tile)) for tile in tiles]
     return ranked(ways, rates_of(device))
 
 

@@ -25,9 +25,7 @@ ROWS_AT_ONCE = 64
 PREPROCESS, DKDV, DQ, DBIAS, DCAPTURED = (
     Kernel(f"{KERNELS}.{name}", f"{name}_kernel") for name in ("preprocess", "dkdv", "dq", "dbias", "dcaptured")
 )
-ONE_LOOP, FROM_SUMS = (
-    Kernel(f"{KERNELS}.mma.{name}", f"{name}_kernel") for name in ("backward", "from_sums")
-)
+ONE_LOOP, FROM_SUMS = (Kernel(f"{KERNELS}.mma.{name}", f"{name}_kernel") for name in ("backward", "from_sums"))
 
 
 class Rows(NamedTuple):

@@ -1,7 +1,6 @@
 """The launches of a forward pass."""
 
 from functools import partial
-
 from typing import Any
 
 import torch

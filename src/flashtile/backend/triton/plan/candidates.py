@@ -9,13 +9,14 @@ import torch
 from ....call.call import NO_FEATURES
 from ....call.device import Device
 from ....call.problem import Problem, power_of_two
+from ...gpu.chips import MMA_SYNC, memory_of
 from ...gpu.decoding import MAX_ROWS, group_of, is_decoding, packed_rows
 from ...gpu.waves import splits_that_fill
 from ..constants import TRANSPOSED_ROWS
 from ..tile_config import FusedConfig, KernelConfig, TileConfig, WidthConfigs
 from . import tables
-from .cost import programs_of_core
-from .families import MIN_COPY_BYTES, has_most, has_pairs, memory_of, misaligned, needs_room, reads_pairs
+from .cost import fits, programs_of_core
+from .families import MIN_COPY_BYTES, has_most, has_pairs, has_room, misaligned, needs_room, reads_pairs, takes_mma
 
 SPLITS = (1, 2, 4, 8, 16, 32, 64)  # constants of the kernels, each with kernels of its own
 ALIGNED = 16  # bytes of one asynchronous copy
@@ -39,6 +40,8 @@ def forward(problem: Problem, device: Device) -> Iterator[tuple[TileConfig, int]
         yield from few_rows(plain, row.width, p, device)
         return
     yield plain, 1
+    for tile in mma_tiles(tables.MMA_FORWARD, "forward", p, device):
+        yield plain._replace(forward=tile, given_splits=row.forward), 1
     if device.type == "cpu" or needs_room(p, device):
         return
     tiles: tuple[KernelConfig, ...] = ()
@@ -123,7 +126,7 @@ def loads_ahead(problem: Problem, device: Device) -> bool:
     """
     widths = problem.head_dim, problem.head_dim_v
     asynchronous = all(n * problem.dtype.itemsize % MIN_COPY_BYTES == 0 for n in widths)
-    return has_most(problem.dtype, device) and asynchronous and not (has_pairs(problem) or problem.dropout)
+    return has_room(problem.dtype, device) and asynchronous and not (has_pairs(problem) or problem.dropout)
 
 
 def backward(problem: Problem, device: Device) -> Iterator[TileConfig]:
@@ -134,9 +137,15 @@ def backward(problem: Problem, device: Device) -> Iterator[TileConfig]:
     if row.dq == tables.LARGE and not needs_room(p, device):
         yield from of_float32(plain, p)
     else:
-        for dkdv in more(row.dkdv, tables.MORE_DKDV, p, device):
-            for dq in more(row.dq, tables.MORE_DQ, p, device):
+        of_keys, of_rows = (
+            (tables.MORE_DKDV, tables.MORE_DQ) if has_most(p.dtype, device) else (tables.MMA_SYNC_DKDV, tables.MMA_SYNC_DQ)
+        )
+        for dkdv in more(row.dkdv, of_keys, p, device):
+            for dq in more(row.dq, of_rows, p, device):
                 yield plain._replace(dkdv=dkdv, dq=dq)
+    if not p.deterministic:
+        for loop in mma_tiles(tables.MMA_ONE_LOOP, "one loop", p, device):
+            yield plain._replace(one_loop=loop)
     half = p.dtype is not torch.float32 and not misaligned(p, device)
     if half and p.layout == "dense" and p.num_heads_q == p.num_heads_kv:
         for fused in (*one_tile(p, device), *walks(p, device)):
@@ -160,9 +169,19 @@ def more(
 ) -> list[KernelConfig]:
     """The tile, and others of plain calls."""
     p = problem
-    if needs_room(p, device) or not has_most(p.dtype, device) or p.softcap or p.score_mod or p.mask_mod:
+    measured = p.dtype is not torch.float32 and (has_most(p.dtype, device) or device.arch in MMA_SYNC)
+    if not measured or needs_room(p, device) or p.softcap or p.score_mod or p.mask_mod:
         return [tile]
     return [tile, *(other for other in fitting(table, p) if other != tile)]
+
+
+def mma_tiles(
+    table: tuple[tuple[int, KernelConfig], ...], kernel: str, problem: Problem, device: Device
+) -> list[KernelConfig]:
+    """The tiles of a kernel of `kernels.mma` that a chip has the shared memory for."""
+    if not takes_mma(problem, device):
+        return []
+    return [tile for tile in fitting(table, problem) if fits(problem, device, tile, kernel)]
 
 
 def fitting(table: tuple[tuple[int, KernelConfig], ...], problem: Problem) -> tuple[KernelConfig, ...]:

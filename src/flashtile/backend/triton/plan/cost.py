@@ -6,13 +6,14 @@ from ....call.device import Device
 from ....call.problem import Problem, power_of_two
 from ...gpu import waves
 from ...gpu.block_lists import LEAST_PAIRS
+from ...gpu.chips import memory_of
 from ...gpu.cost import Cost, Counts, add_work, of_group, rows_bytes, shared, shown
 from ...gpu.waves import Head, Tile, busiest
 from ..tile_config import FusedConfig, KernelConfig, TileConfig
-from .families import memory_of
 
 REGISTERS = 2**16  # of a core
 OWN_REGISTERS, MOST_REGISTERS = 40, 255  # of a thread, for addresses and the like, and in all
+STATISTICS = 8  # 16-bit words of each row
 PARTS = 6  # products of bfloat16 numbers for one of float32
 
 
@@ -26,8 +27,6 @@ def padded(width: int) -> int:
 def programs_of_core(problem: Problem, device: Device, tile: KernelConfig, kernel: str = "forward") -> int:
     """The programs that a core runs at once: as many as its shared memory and its registers hold."""
     p, pairs = problem, tile.block_m * tile.block_n
-    loaded = max(tile.num_stages - 1, 1) * tile.block_n * (p.head_dim + p.head_dim_v)
-    shared = (loaded + tile.block_m * (p.head_dim + tile.block_n)) * p.dtype.itemsize
     width, width_v = padded(p.head_dim), padded(p.head_dim_v)
     held = {  # numbers of a program
         "forward": pairs + tile.block_m * width_v,
@@ -36,13 +35,33 @@ def programs_of_core(problem: Problem, device: Device, tile: KernelConfig, kerne
     }.get(kernel, 2 * pairs + tile.block_m * width + tile.block_n * (width + width_v))
     threads = 32 * tile.num_warps
     registers = min(MOST_REGISTERS, OWN_REGISTERS + 1.5 * held / threads)
-    return max(1, min(memory_of(device) * 1024 // (shared + 1024), int(REGISTERS / (threads * registers))))
+    shared = shared_bytes(p, tile, kernel) + 1024
+    return max(1, min(memory_of(device) * 1024 // shared, int(REGISTERS / (threads * registers))))
+
+
+def shared_bytes(problem: Problem, tile: KernelConfig, kernel: str) -> int:
+    """Shared memory of a program: about what Triton takes, and what a kernel of `kernels.mma` allocates."""
+    p = problem
+    if not tile.mma:
+        loaded = max(tile.num_stages - 1, 1) * tile.block_n * (p.head_dim + p.head_dim_v)
+        return (loaded + tile.block_m * (p.head_dim + tile.block_n)) * p.dtype.itemsize
+    width, width_v = (max(16, power_of_two(n)) for n in (p.head_dim, p.head_dim_v))
+    if kernel == "forward":
+        return 2 * (tile.block_m * width + tile.num_stages * tile.block_n * (width + width_v))
+    rows = tile.num_stages * tile.block_m * (width + width_v + STATISTICS)
+    return 2 * (tile.block_n * (width + width_v) + rows + 2 * tile.block_m * tile.block_n)
+
+
+def fits(problem: Problem, device: Device, tile: KernelConfig, kernel: str) -> bool:
+    """Whether a chip has the shared memory of a program."""
+    return shared_bytes(problem, tile, kernel) <= memory_of(device) * 1024
 
 
 def name_of(kernel: str, problem: Problem, tile: KernelConfig) -> str:
     """The name of a kernel's rates: widths, tile, warps, stages and precision."""
     width, width_v = padded(problem.head_dim), padded(problem.head_dim_v)
     widths = f"{width}" if width == width_v else f"{width}/{width_v}"
+    kernel += " mma" * tile.mma
     precision = f" {tile.precision}" if problem.dtype.itemsize == 4 else ""
     return f"triton {kernel}{precision} {widths} {tile.block_m}x{tile.block_n}x{tile.num_warps}x{tile.num_stages}"
 
@@ -53,7 +72,7 @@ def add(
     """Add the work of a kernel's busiest core."""
     programs = programs_of_core(problem, device, tile, kernel)
     work = busiest(head, heads, device.cores, programs)
-    add_work(counts, f"triton {kernel}", name_of(kernel, problem, tile), work, tile, problem)
+    add_work(counts, f"triton {kernel}{' mma' * tile.mma}", name_of(kernel, problem, tile), work, tile, problem)
 
 
 def forward(problem: Problem, device: Device, config: TileConfig, splits: int = 1) -> Cost:
@@ -89,11 +108,16 @@ def backward(problem: Problem, device: Device, config: TileConfig) -> Cost:
         return products(problem, 5, 26, 20)
     if config.fused is not None:
         return fused(problem, device, config.fused)
-    counts = Counts(launch_triton_backward=1)
+    counts = Counts(**{"launch_triton_backward" if config.one_loop is None else "launch_one_loop": 1})
     counts["sum byte"] += 2 * batch * p.num_heads_q * rows * p.head_dim_v * p.dtype.itemsize
     if config.dkdv.precision == "bf16x6":
         counts["launch triton split"] += 1
     group = p.num_heads_q // max(p.num_heads_kv, 1)
+    if (loop := config.one_loop) is not None:
+        counts["sum byte"] += 3 * batch * p.num_heads_q * rows * padded(p.head_dim) * 4  # zeros, and sums of dq
+        head = listed(waves.key_tiles(p.window, rows, keys, loop.block_m, loop.block_n), p)
+        add(counts, "one loop", p, device, loop, of_group(head, group), batch * p.num_heads_kv)
+        return Cost(counts, {"byte": 3 * rows_bytes(p)})
     head = listed(waves.key_tiles(p.window, rows, keys, config.dkdv.block_m, config.dkdv.block_n), p)
     add(counts, "dkdv", p, device, config.dkdv, of_group(head, group), batch * p.num_heads_kv)
     head = listed(waves.row_tiles(p.window, rows, keys, config.dq.block_m, config.dq.block_n), p)

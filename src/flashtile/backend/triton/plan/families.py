@@ -5,23 +5,22 @@ import torch
 from ....call.device import Device
 from ....call.problem import Problem
 from ....expression.formula import Formula, loads_pairs
+from ...gpu.chips import MMA_SYNC, memory_of
 
-SHARED_MEMORY = {  # KiB that one program may take
-    "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_103": 227, "sm_120": 99,
-    "sm_121": 99, "gfx942": 64, "gfx950": 160,
-}  # fmt: skip
-MIN_SHARED_MEMORY = 64
 MOST_SHARED_MEMORY = 227  # of the chips whose configurations we measured
-MIN_COPY_BYTES = 4  # of an asynchronous copy
-
-
-def memory_of(device: Device) -> int:
-    return SHARED_MEMORY.get(device.arch, MIN_SHARED_MEMORY)
+ROOM = 163  # KiB for several blocks of keys
+MIN_COPY_BYTES, MOST_COPY_BYTES = 4, 16  # of an asynchronous copy
+MOST_MMA = 256  # features of `kernels.mma`
 
 
 def has_most(dtype: torch.dtype, device: Device) -> bool:
     """Whether the configurations are those of chips with the most shared memory, one of which we measured."""
     return dtype is not torch.float32 and memory_of(device) >= MOST_SHARED_MEMORY
+
+
+def has_room(dtype: torch.dtype, device: Device) -> bool:
+    """Whether a tile of few rows has room for several blocks of keys."""
+    return dtype is not torch.float32 and memory_of(device) >= ROOM
 
 
 def has_pairs(problem: Problem) -> bool:
@@ -48,3 +47,13 @@ def misaligned(problem: Problem, device: Device) -> bool:
     such tiles (`tests/offline` detects it); tiles of 32 rows have none.
     """
     return problem.alignment < MIN_COPY_BYTES and device.arch == "sm_90"
+
+
+def takes_mma(problem: Problem, device: Device) -> bool:
+    """Whether the kernels of `kernels.mma` run a problem: they copy whole vectors of 16-bit numbers, and have no
+    dropout and no pages.
+    """
+    p = problem
+    whole = p.alignment == MOST_COPY_BYTES and p.head_dim % 8 == 0 and p.head_dim_v % 8 == 0
+    known = device.type == "cuda" and device.arch in MMA_SYNC and p.dtype is not torch.float32
+    return known and whole and p.pages is None and not p.dropout and max(p.head_dim, p.head_dim_v) <= MOST_MMA

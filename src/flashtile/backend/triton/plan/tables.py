@@ -63,9 +63,28 @@ MORE_FORWARD = (
 )  # fmt: skip
 MORE_DKDV = ((64, KernelConfig(64, 64, 4, 3)), (64, KernelConfig(32, 128, 4, 3)))
 MORE_DQ = ((64, KernelConfig(128, 64, 4, 3)), (64, KernelConfig(128, 32, 4, 3)))
+# the same on chips with mma.sync, for dk and dv, and for dq,
+MMA_SYNC_DKDV = ((64, KernelConfig(32, 128, 4, 3)), (128, KernelConfig(32, 128, 8, 3)), (256, KernelConfig(32, 32, 4, 1)))
+MMA_SYNC_DQ = ((64, KernelConfig(128, 32, 4, 3)), (128, KernelConfig(128, 32, 4, 2)), (256, KernelConfig(64, 32, 4, 1)))
 # and of float32 on Hopper: for forward and dq, and for dk and dv.
 MORE_SINGLE = (KernelConfig(64, 64, 4, 1, precision="tf32x3"), KernelConfig(32, 64, 4, 1, precision="tf32x3"))
 MORE_SINGLE_DKDV = (KernelConfig(32, 64, 4, 1, precision="tf32x3"),)
+# Of `kernels.mma`, on chips with mma.sync; those of one loop walk over rows.
+MMA_FORWARD = tuple(
+    (width, KernelConfig(*tile, mma=True))
+    for width, tile in (
+        (128, (128, 64, 4, 1)), (128, (128, 128, 8, 1)), (128, (64, 64, 4, 1)),
+        (256, (64, 64, 4, 1)),
+    )
+)  # fmt: skip
+MMA_ONE_LOOP = tuple(
+    (width, KernelConfig(*tile, mma=True))
+    for width, tile in (
+        (64, (32, 128, 4, 2)), (64, (64, 64, 4, 2)),
+        (128, (64, 128, 8, 1)), (128, (32, 128, 8, 2)), (128, (32, 128, 8, 1)), (128, (64, 64, 4, 1)),
+        (256, (64, 64, 8, 1)), (256, (16, 64, 8, 1)),
+    )
+)  # fmt: skip
 # Of rows that were split ahead into bfloat16 parts, up to 64 features.
 SPLIT_DKDV = KernelConfig(64, 64, 4, 1, precision="bf16x6")
 SPLIT_DQ = (KernelConfig(128, 64, 8, 2, precision="bf16x6"), KernelConfig(64, 64, 4, 1, precision="bf16x6"))
