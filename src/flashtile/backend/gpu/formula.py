@@ -64,7 +64,11 @@ class Writer:
     def constant(self, value: float, kind: str) -> Value:
         number = repr(value) if repr(value).strip("-") not in ("inf", "nan") else f'float("{value}")'
         dtype = "int1" if kind == BOOL else DTYPES[kind]
-        return self.line(f"{self.language}.cast({number}, {self.language}.{dtype})")
+        return self.number(number, dtype)
+
+    def number(self, text: str, dtype: str) -> Value:
+        """A number of a dtype. Triton's `full` makes one too, but cannot be called from Gluon (3.6 to 3.9)."""
+        return self.line(f"{self.language}.cast({text}, {self.language}.{dtype})")
 
     def input(self, name: str) -> Value:
         return Value(name, frozenset([name]))
@@ -115,7 +119,7 @@ class Writer:
         language = self.language
         inside = self.inside(tensor, indices)
         if inside is None:
-            return self.line(f"{language}.cast(0, {language}.int64)")
+            return self.number("0", "int64")
         text = f"{indices[0].name}.to({language}.int64)"
         for n, x in enumerate(indices[1:], 1):
             text = f"({text} * {self.size_text(tensor, n)} + {x.name})"

@@ -82,7 +82,7 @@ def load_pairs(pointers, mask, OTHER: tl.constexpr, size):
     Triton (3.6 to 3.9) starts other loads of a loop an iteration ahead, by copies to shared memory. For elements from
     all over a table that costs a tile of memory and the registers of all addresses, and gains nothing.
     """
-    found = tl.where(pointers.to(tl.int64) == 0, 0, OTHER).to(pointers.dtype.element_ty)  # OTHER, in any layout
+    found = tl.where(mask, OTHER, OTHER).to(pointers.dtype.element_ty)  # in the layout of a caller in Gluon too
     if size > 0:
         found = tl.load(pointers, mask=mask, other=OTHER)
     return found

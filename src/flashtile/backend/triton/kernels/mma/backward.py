@@ -125,12 +125,14 @@ def backward_kernel(
         v_rows = HeadRows(head_pointer(v, b, work.head, ALIGN) + work.offset * stride_v, stride_v)
         copy_rows(buffers.k, k_rows, work.start, end, D, LAYOUTS)
         copy_rows(buffers.v, v_rows, work.start, end, DV, LAYOUTS)
+        async_copy.commit_group()
 
         last = gl.minimum(work.start + N, end) - 1
         num_rows = gl.where(last >= work.start, seqlen_q, 0)  # no row sees a block without keys
         blocks = row_blocks(params.window, work.start, last, shift, num_rows, M)
         keys = work.start + gl.arange(0, N, layout=gl.SliceLayout(1, LAYOUTS.pairs))[:, None]
         exists = keys < end
+        cut = work.start + N > end  # a key that does not exist has probabilities too, if nothing hides it
         bounds = row_bounds(params.window, keys, shift, exists, seqlen_q)
         stride_q, stride_dout = elements(q.stride_m, ALIGN), elements(dout.stride_m, ALIGN)
         dq_row = first_row(offset_q, work.sequence, lengths.cu_seqlens_q, M) * (D.CHUNK_0 + D.CHUNK_1)
@@ -147,10 +149,10 @@ def backward_kernel(
                 seqlen_q,
             )
             dk_j, dv_j = walk(
-                dk_j, dv_j, blocks, listed, keys, exists, bounds, buffers, rows, params, info, LAYOUTS, CONFIG
+                dk_j, dv_j, blocks, listed, keys, exists, cut, bounds, buffers, rows, params, info, LAYOUTS, CONFIG
             )
 
-        async_copy.wait_group(0)  # keys that no row sees: their memory is used again
+        async_copy.wait_group(0)  # keys without rows have not: `store_rows` may use the same shared memory
         dv_scale = 1.0 if params.dropout.threshold is None else params.dropout.keep_scale
         stride_dk, stride_dv = elements(dk.stride_n, ALIGN), elements(dv.stride_n, ALIGN)
         dk_rows = HeadRows(head_pointer(dk, b, work.head, ALIGN) + work.offset * stride_dk, stride_dk)
@@ -161,7 +163,7 @@ def backward_kernel(
 
 @gluon.jit
 def walk(
-    dk_j, dv_j, blocks, listed, keys, exists, bounds, buffers, rows, params, info, LAYOUTS: gl.constexpr,
+    dk_j, dv_j, blocks, listed, keys, exists, cut, bounds, buffers, rows, params, info, LAYOUTS: gl.constexpr,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Add the gradients of the blocks of rows that see a block of keys."""
@@ -192,11 +194,11 @@ def walk(
         kq = inner_products(buffers.k, q_s, D, LAYOUTS)
         s = scores.forward(kq, params, info, row, keys, exists, False)
         p = probabilities(s.t, info.factor, lse_i, residual_i, CONFIG.NATURAL)
-        p = shown(p, at, bounds, keys, exists, row, params, info, CONFIG)
+        p = shown(p, at.masked | cut, bounds, keys, exists, row, params, info, CONFIG)
         buffers.p.store(p.to(buffers.p.dtype))
         dp = inner_products(buffers.v, dout_s, DV, LAYOUTS)
         ds = scores.unmodified(p * (dp - delta_i), s, lse_i, params)
-        ds = shown(ds, at, bounds, keys, exists, row, params, info, CONFIG)
+        ds = shown(ds, at.masked | cut, bounds, keys, exists, row, params, info, CONFIG)
         buffers.ds.store(scores.backward(ds, s, params).to(buffers.ds.dtype))
         dv_j = add_product(dv_j, buffers.p, dout_s, DV)
         if not TWO:
@@ -245,13 +247,13 @@ def stats_of(buffers, stage, LAYOUTS: gl.constexpr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def shown(x, at, bounds, keys, exists, row, params, info, CONFIG: gl.constexpr):
+def shown(x, masked, bounds, keys, exists, row, params, info, CONFIG: gl.constexpr):
     """`x [N, M]` where a pair is visible, else 0."""
     BY_PAIR: gl.constexpr = params.scores.mask.data is not None or params.scores.mask_mod is not None
     if BY_PAIR and params.lists.data is None:
         x = gl.where(visible(bounds, keys, exists, row, params, info), x, 0.0)
     elif not CONFIG.EVEN:
-        if at.masked:
+        if masked:
             x = gl.where(visible(bounds, keys, exists, row, params, info), x, 0.0)
     return x
 

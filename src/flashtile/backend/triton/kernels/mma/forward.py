@@ -103,6 +103,7 @@ def forward_kernel(
             seqlen_k.end,
         )
         copy_rows(buffers.q, q_rows, work.start, work.seqlen, D, LAYOUTS)
+        async_copy.commit_group()
         position = work.start + gl.arange(0, M, layout=ROWS)
         last = gl.minimum(work.start + M, work.seqlen) - 1
         blocks = key_blocks(params, work.start, last, shift, seqlen_k, N)
@@ -113,7 +114,7 @@ def forward_kernel(
         state = empty(params.scores.sinks, work.head, with_sink, info.factor, zeros(M, DV, PAIRS), M, ROWS, CONFIG)
         state = walk(state, blocks, listed, position[:, None], bounds, buffers, keys, params, info, LAYOUTS, CONFIG)
 
-        async_copy.wait_group(0)  # q, where no keys are seen: its memory is used again
+        async_copy.wait_group(0)  # rows without keys have not: `store_rows` may use the same shared memory
         weight, row_lse, row_residual = softmax.finalize(state, info.factor, False, CONFIG.NATURAL)
         exists = position < work.seqlen
         row = b * elements(lse.stride_b, 1) + work.head * elements(lse.stride_h, 1) + work.offset + position
@@ -134,7 +135,7 @@ def empty(
     if sinks is not None:
         sink = gl.load(sinks + head).to(gl.float32)
         sink = gl.where(with_sink, sink if CONFIG.NATURAL else sink * (LOG2E / factor), -INFINITY)
-        m = gl.where(m < sink, sink, m)
+        m = gl.maximum(m, sink)
         total = gl.where(m == -INFINITY, 0.0, 1.0)
     return RowState(m, Sum(total, 0.0), acc)
 
