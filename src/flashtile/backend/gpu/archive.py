@@ -33,7 +33,7 @@ NO_ARCHIVE = "none"  # the variable's value for it
 FORMAT = 1
 INDEX = "index.json"
 PACKAGE = Path(__file__).parents[2]
-GENERATORS = ("backend/gpu/generated.py", "backend/gpu/captured.py")
+GENERATORS = ("backend/gpu/generated.py", "backend/gpu/grouped.py", "backend/gpu/captured.py")
 SOURCES = {  # files that kernels are made from, by backend: all below a folder, or one
     "hopper": ("backend/hopper/kernels", "backend/hopper/tile_config.py", "call/call.py", *GENERATORS),
     "triton": ("backend/triton/kernels", "backend/triton/constants.py", *GENERATORS),
