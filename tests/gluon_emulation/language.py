@@ -13,7 +13,7 @@ from .values import UNSIGNED, Pointer, Shared, Value, as_tensor, unwrap
 float64, float32, float16, bfloat16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 int1, int16, int32, int64 = torch.bool, torch.int16, torch.int32, torch.int64
 uint32, uint64 = UNSIGNED
-tensor, shared_memory_descriptor = Value, Shared
+tensor, shared_memory_descriptor, pointer_type = Value, Shared, Pointer
 static_range = range
 
 

@@ -415,7 +415,7 @@ BUGS = (
     Bug("row maximum of two threads", SOFTMAX, "bfly.b32 other, top, 2,", "bfly.b32 other, top, 1,"),
     Bug("second row without a vote", SOFTMAX, "setp.gt.or.f32 p, limit, $7, p;", ""),
     Bug("stale speculative exponentials", SOFTMAX, "{repeated}KEPT", "KEPT"),
-    Bug("diagonal off by one", MASKING, "(shift + bounds.right + 1)", "(shift + bounds.right + 2)"),
+    Bug("diagonal off by one", MASKING, "(shift + bounds.window_right + 1)", "(shift + bounds.window_right + 2)"),
     Bug("half of a thread's pair of columns", COLUMN_MASKS, "gl.minimum(bound % 8, 2)", "bound % 8 // 2"),
     Bug(
         "one block too few",
@@ -423,7 +423,13 @@ BUGS = (
         "gl.cdiv(gl.maximum(hi, 0), BLOCK_N), first",
         "gl.maximum(hi, 0) // BLOCK_N, first",
     ),
-    Bug("tile semaphore not reset between chunks", SCHEDULER, "gl.store(scheduler.semaphore, 0)", "pass", "full 64"),
+    Bug(
+        "tile semaphore not reset between chunks",
+        SCHEDULER,
+        "gl.store(scheduler.tile_count_semaphore, 0)",
+        "pass",
+        "full 64",
+    ),
     Bug("no wait for the dq semaphore", DQ_WRITER, "position if CONFIG.in_order else gl.minimum(position, 1)", "0"),
     Bug("dq semaphore released before the store", DQ_WRITER, "                    wait_stores_complete()\n", ""),
     Bug("half of ds", DQ_SHARE, DS_BARRIER, ""),
@@ -503,7 +509,7 @@ BUGS = (
     Bug("blocks of the sequence before", SLOPES, "CONFIG.block_n + tile.b", "CONFIG.block_n", PACKED_SLOPES, (33, 70)),
     Bug("dk stored over that of earlier chunks", EPILOGUE, "if ADD:", "if False:", "full 64"),
     Bug("dv over ds that is read", LATE_DQ, "count + stored % 2,", "count + 2 + stored % 2,", "causal 96", (255, 384)),
-    Bug("rows of two chunks", KEY_SCHEDULER, "gl.minimum(hi, scheduler.chunk.hi)", "hi", "full 64"),
+    Bug("rows of two chunks", KEY_SCHEDULER, "gl.minimum(hi, scheduler.chunk.chunk_hi)", "hi", "full 64"),
     Bug("tiles counted from anything", PREPROCESS, "tl.store(tile_count_semaphore, 0)", "pass", "packed 128"),
     Bug("rows of the next packed sequence", COORDINATES, "RAGGED_EXTENT - seqlen + row", "row", "packed 128"),
 )

@@ -27,8 +27,8 @@ def random_bounds(rng: random.Random) -> tuple[MaskBounds, int, int, int]:
 
 
 def visible(bounds: MaskBounds, row: int, key: int, shift: int) -> bool:
-    left = bounds.left is None or key >= row + shift - bounds.left
-    right = bounds.right is None or key <= row + shift + bounds.right
+    left = bounds.window_left is None or key >= row + shift - bounds.window_left
+    right = bounds.window_right is None or key <= row + shift + bounds.window_right
     return left and right and (bounds.top_left is None or key <= row + bounds.top_left)
 
 

@@ -8,16 +8,6 @@ from torch import Tensor
 from .pointers import Described
 
 
-def captured_names(dimensions: Sequence[int]) -> tuple[list[str], list[str]]:
-    """Names of all arguments, in the order in which device functions take them, and of those that are pointers."""
-    names, pointers = [], []
-    for n, ndim in enumerate(dimensions):
-        pointers.append(f"captured{n}")
-        names.append(f"captured{n}")
-        names += [f"{kind}_captured{n}_{dim}" for kind in ("size", "stride") for dim in range(ndim)]
-    return names, pointers
-
-
 def captured_scalars(tensors: Sequence[Tensor]) -> dict[str, int]:
     """Sizes and strides of captured tensors."""
     return {

@@ -3,14 +3,15 @@
 import triton
 import triton.language as tl
 
-from .shared.compat import triton_kernel
+from .shared.compat import Pointer, Scalar, triton_kernel
 from .shared.dependent import launch_dependents, wait_prerequisites
-from .shared.padded_rows import feature_mask, stride64
+from .shared.padded_rows import RowTensor, feature_mask, stride64
 
 
 @triton_kernel
 def add_splits_kernel(
-    splits, dx, stride_dx_b, stride_dx_h, stride_dx_m, num_tiles, num_heads, seqlen, columns, num_splits, first_head,
+    splits: Pointer, dx: RowTensor, num_tiles: Scalar, num_heads: Scalar, seqlen: Scalar, columns: Scalar,
+    num_splits: Scalar, first_head: Scalar,
     HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """`dx [B, H, S, D]` from `splits [num_splits * B, H, S, D]`, added in their order. With a `first_head`, some rows
@@ -24,12 +25,12 @@ def add_splits_kernel(
     exists = row < seqlen
     first = splits + (flat_head * seqlen + row)[:, None] * HEAD_DIM.width
     head = flat_head + first_head
-    rows = dx + head // num_heads * stride64(stride_dx_b, ALIGN) + head % num_heads * stride64(stride_dx_h, ALIGN)
-    rows += row[:, None] * stride64(stride_dx_m, ALIGN)
+    rows = dx.data + head // num_heads * stride64(dx.stride_b, ALIGN) + head % num_heads * stride64(dx.stride_h, ALIGN)
+    rows += row[:, None] * stride64(dx.stride_m, ALIGN)
     for c in tl.static_range(len(HEAD_DIM.chunks)):
         feature = HEAD_DIM.offsets[c] + tl.arange(0, HEAD_DIM.chunks[c])[None, :]
         x = added(first + feature, total_heads * seqlen * HEAD_DIM.width, exists, num_splits)
-        tl.store(rows + feature, x.to(dx.dtype.element_ty), mask=feature_mask(exists, feature, columns, ALIGN))
+        tl.store(rows + feature, x.to(dx.data.dtype.element_ty), mask=feature_mask(exists, feature, columns, ALIGN))
 
 
 @triton.jit

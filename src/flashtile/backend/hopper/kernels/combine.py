@@ -6,15 +6,16 @@ The splits are merged in their order: the same call gives the same bits.
 import triton
 import triton.language as tl
 
-from .shared.compat import triton_kernel
-from .shared.padded_rows import feature_mask, stride64
+from .shared.compat import Pointer, Scalar, triton_kernel
+from .shared.padded_rows import RowTensor, feature_mask, stride64
 from .shared.softmax import INFINITY, LN2, LOG2E
 
 
 @triton_kernel
 def combine_kernel(
-    partial_out, partial_lse, partial_residual, out, lse, residual, stride_out_b, stride_out_h, stride_out_m,
-    num_tiles, num_heads, total_heads, seqlen_q, columns, num_splits,
+    partial_out: Pointer, partial_lse: Pointer, partial_residual: Pointer, out: RowTensor, lse: Pointer,
+    residual: Pointer, num_tiles: Scalar, num_heads: Scalar, total_heads: Scalar, seqlen_q: Scalar, columns: Scalar,
+    num_splits: Scalar,
     HEAD_DIM_V: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """`out [B, H, Sq, Dv]` and `lse [B, H, Sq]`, with its residual or without, from those of each split, weighted by
@@ -38,16 +39,16 @@ def combine_kernel(
     if residual is not None:
         lost = (row_max - lse_i) + tl.log2(total) * LN2
         tl.store(residual + first, tl.where(tl.abs(lse_i) == INFINITY, 0.0, lost), mask=exists)
-    out_head = out + flat_head // num_heads * stride64(stride_out_b, ALIGN)
-    out_head += flat_head % num_heads * stride64(stride_out_h, ALIGN)
+    out_head = out.data + flat_head // num_heads * stride64(out.stride_b, ALIGN)
+    out_head += flat_head % num_heads * stride64(out.stride_h, ALIGN)
     for c in tl.static_range(len(HEAD_DIM_V.chunks)):
         feature = HEAD_DIM_V.offsets[c] + tl.arange(0, HEAD_DIM_V.chunks[c])[None, :]
         x = partial_out + feature
         acc = merged(
             x, partial_lse, partial_residual, first, stride_split, row_max, exists, num_splits, HEAD_DIM_V.width
         )
-        acc = (acc / total[:, None]).to(out.dtype.element_ty)
-        out_rows = out_head + row[:, None] * stride64(stride_out_m, ALIGN)
+        acc = (acc / total[:, None]).to(out.data.dtype.element_ty)
+        out_rows = out_head + row[:, None] * stride64(out.stride_m, ALIGN)
         tl.store(out_rows + feature, acc, mask=feature_mask(exists, feature, columns, ALIGN))
 
 

@@ -4,11 +4,14 @@
 
 from triton.experimental.gluon import language as gl
 
-from .shared.compat import kernel
+from .shared.compat import Pointer, Scalar, kernel
+from .shared.score_mod import PairInputs
 
 
 @kernel
-def distance_table_kernel(distance_table, num_blocks, reach, CONFIG: gl.constexpr, inputs):
+def distance_table_kernel(
+    distance_table: Pointer, num_blocks: Scalar, reach: Scalar, inputs: PairInputs, CONFIG: gl.constexpr
+):  # fmt: skip
     """Store some elements of `distance_table [H, 2 * reach + 1]`."""
     BLOCK: gl.constexpr = CONFIG.block
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])

@@ -5,16 +5,21 @@ heads.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...gpu.grouped import without
 from .shared.block_lists import words_of_place
 from .shared.column_masks import bits_of
-from .shared.compat import kernel, thread_barrier
+from .shared.compat import Pointer, Scalar, kernel, thread_barrier
 from .shared.mma import MMA_M
+from .shared.pairs import PairTensor
+from .shared.score_mod import PairInputs
+
+MaskTensor = without(PairTensor, "stride_h")
 
 
 @kernel
 def pair_bits_kernel(
-    queue, queue_size, mask_bits, mask, stride_mask_b, stride_mask_m, stride_mask_n, stride_lists, num_tiles,
-    seqlen_q, seqlen_k, CONFIG: gl.constexpr, inputs,
+    queue: Pointer, queue_size: Pointer, mask_bits: Pointer, mask: MaskTensor, stride_lists: Scalar, num_tiles: Scalar,
+    seqlen_q: Scalar, seqlen_k: Scalar, inputs: PairInputs, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Store the bits of all entries of lists in a queue, MMA_M lines of a tile at a time. Lines are rows, and columns
     keys, or with CONFIG.of_keys the other way round. The mask is a tensor or a function.
@@ -37,11 +42,11 @@ def pair_bits_kernel(
             row, key = column, line
         else:
             row, key = line, column
-        if mask is None:
+        if mask.data is None:
             visible = shows(b, row, key, CONFIG, inputs)
         else:
-            at = b.to(gl.int64) * stride_mask_b + row.to(gl.int64) * stride_mask_m + key * stride_mask_n
-            visible = gl.load(mask + at, mask=(row < seqlen_q) & (key < seqlen_k), other=0) != 0
+            at = b.to(gl.int64) * mask.stride_b + row.to(gl.int64) * mask.stride_m + key * mask.stride_n
+            visible = gl.load(mask.data + at, mask=(row < seqlen_q) & (key < seqlen_k), other=0) != 0
         words = words_of_place(place, part * MMA_M, x, CONFIG.lines)
         gl.store(mask_bits + words, bits_of(visible & (x == 0.0)))  # of every pair
     reset_queue(queue_size)

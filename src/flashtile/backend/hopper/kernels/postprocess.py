@@ -4,17 +4,17 @@ import triton
 import triton.language as tl
 
 from .. import tile_config
-from .shared.compat import triton_kernel
+from .shared.compat import Pointer, Scalar, triton_kernel
 from .shared.dependent import wait_prerequisites
-from .shared.padded_rows import block_rows, feature_mask, stride64
+from .shared.padded_rows import RowTensor, block_rows, feature_mask, stride64
 
 NUM_WARPGROUPS = tl.constexpr(tile_config.NUM_WARPGROUPS)  # of a block of rows, each with a dq semaphore
 
 
 @triton_kernel
 def postprocess_kernel(
-    dq_accum, dq_semaphore, dq, cu_seqlens_q,
-    stride_dq_b, stride_dq_h, stride_dq_m, num_tiles, num_heads, seqlen_q, batch, scale, columns, dq_parts,
+    dq_accum: Pointer, dq_semaphore: Pointer, dq: RowTensor, cu_seqlens_q: Pointer, num_tiles: Scalar,
+    num_heads: Scalar, seqlen_q: Scalar, batch: Scalar, scale: Scalar, columns: Scalar, dq_parts: Scalar,
     HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, DQ_BOX: tl.constexpr, DQ_SHARE: tl.constexpr,
 ):  # fmt: skip
     """dq from its accumulators, added in their order. A dq semaphore of 0 means that nothing was written."""
@@ -30,9 +30,10 @@ def postprocess_kernel(
         for part in range(1, dq_parts):
             dq_i += accumulated(dq_accum, dq_semaphore, program + part * stride_part, offset, HEAD_DIM.width)
         dq_i = unswizzled(dq_i, BLOCK_M, HEAD_DIM.chunks[c], DQ_BOX, DQ_SHARE)
-        x = dq + b * stride64(stride_dq_b, ALIGN) + head * stride64(stride_dq_h, ALIGN)
-        offset = row[:, None] * stride64(stride_dq_m, ALIGN) + feature
-        tl.store(x + offset, (dq_i * scale).to(dq.dtype.element_ty), mask=feature_mask(exists, feature, columns, ALIGN))
+        x = dq.data + b * stride64(dq.stride_b, ALIGN) + head * stride64(dq.stride_h, ALIGN)
+        offset = row[:, None] * stride64(dq.stride_m, ALIGN) + feature
+        dq_i = (dq_i * scale).to(dq.data.dtype.element_ty)
+        tl.store(x + offset, dq_i, mask=feature_mask(exists, feature, columns, ALIGN))
 
 
 @triton.jit

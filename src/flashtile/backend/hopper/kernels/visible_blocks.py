@@ -5,7 +5,11 @@ block follows from intervals of positions (`backend.gpu.visibility`); a mask tha
 import triton.language as tl
 from triton import jit
 
-from .shared.compat import triton_kernel
+from .shared.compat import Pointer, Scalar, triton_kernel
+from .shared.masking import MaskBounds
+from .shared.padded_rows import RowTensor
+from .shared.pairs import PairTensor
+from .shared.score_mod import PairInputs
 
 LANES = tl.constexpr(32)  # threads of a warp
 HIDDEN, FULL = tl.constexpr(0), tl.constexpr(2)  # as in `expression.blocks`; PARTIAL is 1
@@ -14,8 +18,9 @@ KEEP_NAN = tl.constexpr(tl.PropagateNan.ALL)  # of minimum and maximum
 
 @triton_kernel
 def mask_states_kernel(
-    mask, states, stride_mask_b, stride_mask_h, stride_mask_m, num_heads, num_rows, num_words, row_blocks, key_blocks,
-    BLOCK_M: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCKS: tl.constexpr, ALL_VISIBLE: tl.constexpr,
+    mask: RowTensor, states: Pointer, num_heads: Scalar, num_rows: Scalar, num_words: Scalar, row_blocks: Scalar,
+    key_blocks: Scalar, BLOCK_M: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCKS: tl.constexpr,
+    ALL_VISIBLE: tl.constexpr,
 ):  # fmt: skip
     """Store the states of BLOCKS blocks of a mask, in uint8 `[B, H, row_blocks, key_blocks]`. A word is ALL_VISIBLE if
     the mask shows all of its pairs, and 0 if none.
@@ -26,8 +31,8 @@ def mask_states_kernel(
     rows = row_block % row_blocks * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     words = first_block * BLOCK_WORDS + tl.arange(0, BLOCKS * BLOCK_WORDS)[None, :]
     exists = (rows < num_rows) & (words < num_words)
-    data = mask + b.to(tl.int64) * stride_mask_b + head.to(tl.int64) * stride_mask_h
-    x = tl.load(data + rows.to(tl.int64) * stride_mask_m + words, mask=exists, other=0)
+    data = mask.data + b.to(tl.int64) * mask.stride_b + head.to(tl.int64) * mask.stride_h
+    x = tl.load(data + rows.to(tl.int64) * mask.stride_m + words, mask=exists, other=0)
     hides, shows = exists & (x != ALL_VISIBLE), x != 0
     some_hidden = tl.max(tl.reshape(tl.max(hides.to(tl.int32), axis=0), [BLOCKS, BLOCK_WORDS]), axis=1)
     some_visible = tl.max(tl.reshape(tl.max(shows.to(tl.int32), axis=0), [BLOCKS, BLOCK_WORDS]), axis=1)
@@ -37,7 +42,9 @@ def mask_states_kernel(
 
 
 @triton_kernel
-def key_summaries_kernel(summaries, seqlen_k, num_blocks, CONFIG: tl.constexpr, inputs):
+def key_summaries_kernel(
+    summaries: Pointer, seqlen_k: Scalar, num_blocks: Scalar, inputs: PairInputs, CONFIG: tl.constexpr
+):  # fmt: skip
     """Store what visibility takes of each block of keys, int64 `[B, CONFIG.summaries, num_blocks]`."""
     BLOCKS: tl.constexpr = CONFIG.blocks
     NUMBERS: tl.constexpr = CONFIG.summaries
@@ -65,9 +72,9 @@ def key_positions(n, seqlen_k, CONFIG: tl.constexpr):
 
 @triton_kernel
 def visible_blocks_kernel(
-    lists, states, summaries, queue, queue_size, stride_states_b, stride_states_h, stride_states_m, stride_states_n,
-    num_lists, num_heads, group, seqlen_q, seqlen_k, num_blocks, window_left, window_right, top_left, diagonal,
-    CONFIG: tl.constexpr, inputs,
+    lists: Pointer, states: PairTensor, summaries: Pointer, queue: Pointer, queue_size: Pointer, num_lists: Scalar,
+    num_heads: Scalar, group: Scalar, seqlen_q: Scalar, seqlen_k: Scalar, num_blocks: Scalar, bounds: MaskBounds,
+    diagonal: Scalar, inputs: PairInputs, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """The blocks of keys of one block of rows: its list, with one block after the last key if it sees none. The mask is
     a function, or `states` has the states of parts of its blocks. `summaries` are those of `key_summaries_kernel`.
@@ -90,7 +97,7 @@ def visible_blocks_kernel(
     for first in range(0, num_blocks, BLOCKS):
         n = first + tl.arange(0, BLOCKS)
         full, seen = n >= 0, n < 0
-        if states is None:
+        if states.data is None:
             rows = inputs.i0 + tl.minimum(first_row + tl.arange(0, CONFIG.row_positions), last_row)
             if CONFIG.summaries > 0:
                 keys = (summaries + b * (CONFIG.summaries * num_blocks) + n, num_blocks, n < num_blocks)
@@ -103,22 +110,22 @@ def visible_blocks_kernel(
                 full, seen = full & always, seen | ever
         else:
             for head in range(group):
-                of_head = states + (b * stride_states_b + (first_head + head) * stride_states_h)
+                of_head = states.data + (b * states.stride_b + (first_head + head) * states.stride_h)
                 for part_m in tl.static_range(ROW_PARTS):
-                    of_rows = of_head + (number * ROW_PARTS + part_m) * stride_states_m
+                    of_rows = of_head + (number * ROW_PARTS + part_m) * states.stride_m
                     for part_n in tl.static_range(KEY_PARTS):
                         exists = n * BLOCK_N + part_n * (BLOCK_N // KEY_PARTS) < seqlen_k
                         exists &= first_row + part_m * (BLOCK_M // ROW_PARTS) < seqlen_q
-                        at = of_rows + (n * KEY_PARTS + part_n) * stride_states_n
+                        at = of_rows + (n * KEY_PARTS + part_n) * states.stride_n
                         state = tl.load(at, mask=exists, other=HIDDEN)
                         full, seen = full & ((state == FULL) | ~exists), seen | (state != HIDDEN)
         visible = seen & (n < num_blocks)
-        if window_left is not None:
-            visible &= tl.minimum((n + 1) * BLOCK_N, seqlen_k) > first_row + shift - window_left
-        if window_right is not None:
-            visible &= n * BLOCK_N <= last_row + shift + window_right
-        if top_left is not None:
-            visible &= n * BLOCK_N <= last_row + top_left
+        if bounds.window_left is not None:
+            visible &= tl.minimum((n + 1) * BLOCK_N, seqlen_k) > first_row + shift - bounds.window_left
+        if bounds.window_right is not None:
+            visible &= n * BLOCK_N <= last_row + shift + bounds.window_right
+        if bounds.top_left is not None:
+            visible &= n * BLOCK_N <= last_row + bounds.top_left
         count = before + tl.cumsum(visible.to(tl.int32), 0)
         partial = tl.where(full, 0, 1)
         if CONFIG.table:
@@ -146,7 +153,8 @@ def add_to_queue(queue, queue_size, place, entry, chosen):
 
 @triton_kernel
 def key_lists_kernel(
-    table, lists, ranks, queue, queue_size, num_rows, num_keys, FIRST_KEY_FIRST: tl.constexpr, BLOCKS: tl.constexpr,
+    table: Pointer, lists: Pointer, ranks: Scalar, queue: Pointer, queue_size: Pointer, num_rows: Scalar,
+    num_keys: Scalar, FIRST_KEY_FIRST: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The blocks of rows of one block of keys, from the table of `visible_blocks_kernel`, and their ranks, `ranks`
     elements after their entries.

@@ -22,7 +22,7 @@ from ...scalars import window_numbers
 from ..plan.listed import has_lists, has_pair_bits
 from ..tile_config import PairBitsConfig, VisibleBlocksConfig
 from . import KERNELS
-from .formulas import DeviceFunction, launch_with, summaries_function, visibility_function
+from .formulas import NO_INPUTS, DeviceFunction, launch_with, summaries_function, visibility_function
 from .pair_bits import EntryQueue, broadcast_strides, pair_bits
 from .semaphores import take_entry_queue_semaphore
 
@@ -33,7 +33,7 @@ MOST_BLOCKS, BLOCKS_OF_THREAD = 1024, 4  # with summaries
 POSITIONS_OF_THREAD = 8  # with a mask function: straight code of more waits for its instructions
 BLOCKS_AT_ONCE = 8  # of keys, in a program that reads a mask
 NO_POINTERS = {"lists": None, "mask_bits": None}
-NO_LISTS = dict.fromkeys(("stride_lists_b", "stride_lists_h", "stride_lists"))
+NO_LISTS = dict.fromkeys(("stride_lists_b", "stride_lists_h", "stride_lists_tile"))
 MASK_STATES = Kernel(f"{KERNELS}.visible_blocks", "mask_states_kernel")
 KEY_SUMMARIES = Kernel(f"{KERNELS}.visible_blocks", "key_summaries_kernel")
 VISIBLE_BLOCKS = Kernel(f"{KERNELS}.visible_blocks", "visible_blocks_kernel")
@@ -113,7 +113,7 @@ def strides_of(lists: Tensor) -> dict[str, int]:
     return {
         "stride_lists_b": stride_b if batch > 1 else 0,
         "stride_lists_h": stride_h if heads > 1 else 0,
-        "stride_lists": stride,
+        "stride_lists_tile": stride,
     }
 
 
@@ -249,7 +249,7 @@ def visible_blocks(
     programs, pointers = grid.batch * grid.heads * grid.rows, {"lists": lists, "states": states, "summaries": summaries}
     pointers |= queue_pointers(queue)
     if function is None:
-        recorder.launch(VISIBLE_BLOCKS, pointers, programs, {**scalars, "inputs": None})
+        recorder.launch(VISIBLE_BLOCKS, pointers, programs, scalars | NO_INPUTS)
     else:
         launch_with(recorder, call, VISIBLE_BLOCKS, pointers, programs, scalars, function)
     return lists

@@ -17,6 +17,7 @@ from ....expression.scaling import is_homogeneous
 from ...gpu.captured import captured_pointers, captured_scalars, needs_wide_offsets
 from ...gpu.formula import source as source_of
 from ...gpu.generated import defined
+from ...gpu.grouped import with_captured
 from ...gpu.pairs import pair_pointers, pair_scalars, row_align
 from ...gpu.pointers import Pointers
 from ...gpu.replay import Recorder
@@ -31,6 +32,8 @@ CALLED = (
 )  # fmt: skip
 CALLED_BY_FORMULA = ("exp", "tanh", "sigmoid", "floordiv", "mod", "inside", "load_pairs", "KEEP_NAN")
 CALLED_BY_VISIBILITY = ("floordiv", "mod", "inside", "least", "largest", "least_real", "largest_real", "KEEP_NAN")
+ORIGIN = ("b0", "h0", "i0", "j0")  # where the call lies in the whole one, for a formula
+NO_INPUTS: dict[str, Any] = dict.fromkeys(ORIGIN)
 THE_SCORE = Program((Instruction("input", REAL, value="score"),), (0,))
 
 
@@ -181,7 +184,7 @@ def launch(
     scalars = {**scalars, **pairs, **dropout_scalars(call)}
     formula, mask = formulas_of(call)
     if formula is None or pointers.get("mask_bits") is not None:
-        recorder.launch(kernel, pointers, programs, {**scalars, "inputs": None})
+        recorder.launch(kernel, pointers, programs, scalars | NO_INPUTS)
         return
     wide = any(needs_wide_offsets(x) for x in tensors)
     contiguous = tuple(x.dim() > 0 and (x.stride(-1) == 1 or x.shape[-1] <= 1) for x in tensors)
@@ -194,8 +197,6 @@ def launch_with(
     functions: Any,
 ) -> None:  # fmt: skip
     """Launch a kernel with device functions of the captured tensors."""
-    from ..kernels.shared.captured import ORIGIN, with_captured  # imports Triton
-
     tensors = call.tensors.score_mod_tensors
     kernel = with_captured(kernel.function(), tuple(x.dim() for x in tensors))
     scalars = {

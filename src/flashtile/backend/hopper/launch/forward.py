@@ -168,12 +168,12 @@ def paged_seqlens(recorder: Recorder, t: Tensors) -> Tensor:
 def page_scalars(t: Tensors) -> dict[str, int | None]:
     """The kernel's scalar arguments for pages `[P, page_size, H, D]`."""
     if t.page_table is None:
-        return dict.fromkeys(("stride_page_table", "num_pages", "page_size", "stride_pages"))
+        return dict.fromkeys(("stride_page_table_b", "num_pages", "page_size", "rows_of_page"))
     return {
-        "stride_page_table": t.page_table.stride(0),
+        "stride_page_table_b": t.page_table.stride(0),
         "num_pages": t.k.shape[0],
         "page_size": t.k.shape[1],
-        "stride_pages": rows_of_page(t.k),
+        "rows_of_page": rows_of_page(t.k),
     }
 
 

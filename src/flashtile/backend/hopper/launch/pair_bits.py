@@ -14,7 +14,7 @@ from ...gpu.pointers import Described, Pointers
 from ...gpu.replay import Recorder
 from ..tile_config import MMA_M, PairBitsConfig
 from . import KERNELS
-from .formulas import launch_with, pair_function
+from .formulas import NO_INPUTS, launch_with, pair_function
 from .semaphores import return_entry_queue_semaphore
 
 WORDS = 4  # of a line and a block
@@ -51,7 +51,7 @@ def pair_bits(recorder: Recorder, call: Call, lists: Tensor, queue: EntryQueue, 
         mask = Described(t.mask, Tensor.view, torch.uint8)
         b, _, m, n = broadcast_strides(t.mask)
         scalars |= {"stride_mask_b": b, "stride_mask_m": m, "stride_mask_n": n}
-        recorder.launch(PAIR_BITS, pointers | {"mask": mask}, grid, scalars | {"inputs": None})
+        recorder.launch(PAIR_BITS, pointers | {"mask": mask}, grid, scalars | NO_INPUTS)
     else:
         function = pair_function(formula, any(needs_wide_offsets(x) for x in t.score_mod_tensors))
         launch_with(recorder, call, PAIR_BITS, pointers | {"mask": None}, grid, scalars | NO_STRIDES, function)

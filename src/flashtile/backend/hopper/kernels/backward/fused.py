@@ -26,14 +26,12 @@ from ..shared import scores
 from ..shared.bias_tiles import make_bias_tiles
 from ..shared.block_lists import BlockLists, block_at, first_entry, is_cut, load_bits, load_entry, partial_of, with_bits
 from ..shared.column_masks import all_visible, where_bits
-from ..shared.compat import kernel, reinterpret_smem, thread_barrier
+from ..shared.compat import Pointer, Scalar, kernel, reinterpret_smem, thread_barrier
 from ..shared.coordinates import dkdv_coord
 from ..shared.dropout import Dropout, both_where_kept, kept_pairs, load_stream
 from ..shared.epilogue import tma_store_columns
 from ..shared.masking import MaskBounds, m_block_range, visible_rows
 from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait, gemm_wait_with, left_operands, zero_accumulators
-from ..shared.pages import PageTable
-from ..shared.pairs import PairTensor, PairTensors
 from ..shared.pipeline import (
     FIRST_BARRIER,
     NamedBarriers,
@@ -46,8 +44,8 @@ from ..shared.pipeline import (
     stage_of,
 )
 from ..shared.ptx import barrier_arrive, launch_dependents, opaque, wait_prerequisites
-from ..shared.scores import ScoreParams
-from ..shared.tile_scheduler import SeqlenInfo, TileQueue, make_tile_queue
+from ..shared.scores import BackwardScores, ScoreParams
+from ..shared.tile_scheduler import TileQueue, UnpagedSeqlens, make_tile_queue
 from .dq_share import DS_BARRIER, DS_STAGES, compute_dq_alone, start_dq, store_dq
 from .dq_writer import DQ_COLUMNS, NUM_WARPGROUPS, DqPipeline, DqWriter, dq_writer_warp
 from .late_dq import LATE_DS_STAGES, SECOND_DS_BARRIER, add_dq, announce_ds, start_late_dq, store_late
@@ -56,7 +54,6 @@ from .scores import Residuals, begin_probabilities, block_coord, finish_probabil
 from .slopes import SlopeGradient, add_slope_gradient
 from .tile_scheduler import (
     KeyTileScheduler,
-    LastWave,
     RowChunk,
     TileSplits,
     first_m_block,
@@ -100,24 +97,17 @@ class BackwardContext(NamedTuple):
 
 @kernel
 def backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, neg_lse_desc, neg_delta_desc, dq_desc, dq_accum_desc, dq_accum,
-    dk_desc, dv_desc,
-    neg_residual, tile_count_semaphore, dq_semaphore, slopes, dslopes,
-    cu_seqlens_q, cu_seqlens_k, seqused_k, stride_slopes_b, batch,
-    num_tiles, num_blocks, total_heads, l2_swizzle, num_heads_k, group, padded_rows,
-    seqlen_q, seqlen_k, head_splits, row_splits, first_tile, first_head, chunk_lo, chunk_hi, dq_parts, diagonal,
-    window_left, window_right, top_left, factor, multiplier, softcap, scale,
-    bias, mask, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_mask_b, stride_mask_h,
-    stride_mask_m, stride_mask_n, pair_rows, bias_desc, lists, mask_bits, stride_lists_b, stride_lists_h, stride_lists,
-    ranks,
-    seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale,
-    CONFIG: gl.constexpr, inputs,
+    q_desc: Pointer, k_desc: Pointer, v_desc: Pointer, dout_desc: Pointer, neg_lse_desc: Pointer,
+    neg_delta_desc: Pointer, bias_desc: Pointer, dq_desc: Pointer, dq_accum_desc: Pointer, dq_accum: Pointer,
+    dk_desc: Pointer, dv_desc: Pointer, dq_semaphore: Pointer, dslopes: Pointer, neg_residual: Residuals,
+    dq_parts: Scalar, scale: Scalar, scheduler: KeyTileScheduler, seqlens: UnpagedSeqlens, bounds: MaskBounds,
+    params: BackwardScores, dropout: Dropout, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Boxes: q and dout `[1, 1, BLOCK_M, columns]`, k, v, dk and dv `[1, 1, MMA_M, columns]`, dq_accum `[MMA_M,
     columns]`, row statistics `[1, BLOCK_M]`, tiles of a bias `[1, 1, BLOCK_M, MMA_M]`. Packed sequences are described
     as in `forward_kernel`.
     """
-    PACKED: gl.constexpr = cu_seqlens_q is not None
+    PACKED: gl.constexpr = seqlens.cu_seqlens_q is not None
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     K_BARRIER: gl.constexpr = FIRST_BARRIER + CONFIG.stages
     V_BARRIER: gl.constexpr = K_BARRIER + NUM_WARPGROUPS
@@ -149,32 +139,16 @@ def backward_kernel(
     ds = gl.allocate_shared_memory(q_desc.dtype, [DS_ROWS, MMA_M, CONFIG.block_m], ds_layout)
     queue = make_tile_queue((1 if CONFIG.late_dq is not None else 2) * NUM_WARPGROUPS + 1)
     fence_async_shared()
-    if first_tile is None:
+    if scheduler.splits.wave.first_tile is None:
         wait_prerequisites()
     launch_dependents()
 
-    block_lists = BlockLists(lists, stride_lists_b, stride_lists_h, stride_lists, ranks, mask_bits)
-    splits, chunk = TileSplits(head_splits, row_splits, LastWave(first_tile, first_head)), RowChunk(chunk_lo, chunk_hi)
-    scheduler = KeyTileScheduler(
-        num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads_k, group, padded_rows, diagonal,
-        splits, chunk, block_lists,
-    )  # fmt: skip
-    seqlens = SeqlenInfo(
-        seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch, PageTable(None, None, None, None, None)
-    )
-    bounds = MaskBounds(window_left, window_right, top_left)
-    pairs = PairTensors(
-        PairTensor(bias, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),
-        PairTensor(mask, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n),
-        pair_rows,
-    )
-    params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch, inputs, pairs)
+    group, padded_rows, splits = scheduler.group, scheduler.padded_rows, scheduler.splits
     outputs = BackwardOutputs(dk_desc, dv_desc, scale, dq_accum, ds, dq_pipeline)
-    dropout = Dropout(seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale)
-    num_heads = num_heads_k * group
-    if head_splits is not None:
-        num_heads *= head_splits
-    slope_gradient = SlopeGradient(dslopes, num_heads, num_blocks)
+    num_heads = scheduler.num_heads_k * group
+    if splits.head_splits is not None:
+        num_heads *= splits.head_splits
+    slope_gradient = SlopeGradient(dslopes, num_heads, scheduler.num_blocks)
     context = BackwardContext(
         pipelines,
         outputs,
@@ -182,19 +156,19 @@ def backward_kernel(
         group,
         padded_rows,
         splits,
-        chunk,
+        scheduler.chunk,
         bounds,
         params,
-        Residuals(neg_residual, padded_rows),
+        neg_residual,
         dropout,
-        block_lists,
+        scheduler.lists,
         slope_gradient,
     )
     # Dense calls alone have several parts or splits.
-    part_rows = None if dq_parts is None else batch * num_heads * padded_rows
+    part_rows = None if dq_parts is None else params.batch * num_heads * padded_rows
     dq_writer = DqWriter(
         dq_desc, dq_accum_desc, dq_pipeline, queue, dq_semaphore, bounds, group, padded_rows, dq_parts, part_rows,
-        block_lists,
+        scheduler.lists,
     )  # fmt: skip
     if CONFIG.late_dq is not None:
         gl.warp_specialize(
@@ -203,7 +177,7 @@ def backward_kernel(
                 (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
                 (
                     backward_producer_warp,
-                    (descs, pipelines, queue, group, padded_rows, splits, params, block_lists, CONFIG, PACKED),
+                    (descs, pipelines, queue, group, padded_rows, splits, params, scheduler.lists, CONFIG, PACKED),
                 ),
                 (key_scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
             ],
@@ -217,7 +191,7 @@ def backward_kernel(
                 (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
                 (
                     backward_producer_warp,
-                    (descs, pipelines, queue, group, padded_rows, splits, params, block_lists, CONFIG, PACKED),
+                    (descs, pipelines, queue, group, padded_rows, splits, params, scheduler.lists, CONFIG, PACKED),
                 ),
                 (dq_writer_warp, (0, dq_writer, CONFIG)),
                 (dq_writer_warp, (gl.constexpr(1), dq_writer, CONFIG)),
@@ -226,7 +200,7 @@ def backward_kernel(
             [4, 1, 1, 1, 1],
             [CONFIG.consumer_registers] + [CONFIG.producer_registers] * 4,
         )
-    if first_tile is not None:
+    if scheduler.splits.wave.first_tile is not None:
         wait_prerequisites()
 
 
@@ -405,8 +379,8 @@ def compute_tile(
         mbarrier.wait(dq_pipeline.empty.index(warpgroup), (count & 1) ^ 1)
     splits = context.splits
     coord = dkdv_coord(tile, key_head(tile, splits), first_key, params.batch, splits, PACKED)
-    OF_HEADS: gl.constexpr = splits.heads is not None and splits.rows is None
-    ADD: gl.constexpr = OF_HEADS or context.chunk.lo is not None or splits.wave.first_tile is not None
+    OF_HEADS: gl.constexpr = splits.head_splits is not None and splits.row_splits is None
+    ADD: gl.constexpr = OF_HEADS or context.chunk.chunk_lo is not None or splits.wave.first_tile is not None
     if CONFIG.stores_through_ds:
         stored = store_late(outputs.dv, coord, dv, dropout.keep_scale, outputs.ds, count, warpgroup, 0, HEAD_DIM, ADD)
         store_late(outputs.dk, coord, dk, outputs.scale, outputs.ds, count, warpgroup, stored, HEAD_DIM, ADD)

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from ..shared import scores
 from ..shared.bias_tiles import read_bias_tile
+from ..shared.compat import Pointer, Scalar
 from ..shared.mma import MMA_M, join_columns, split_columns
 from ..shared.pairs import PairBlock
 from ..shared.pipeline import stage_of
@@ -23,8 +24,8 @@ class Residuals(NamedTuple):
     they are used: shared memory is full.
     """
 
-    data: gl.tensor | None  # pointer
-    padded_rows: gl.tensor
+    data: Pointer
+    padded_rows: Scalar
 
 
 class BlockCoord(NamedTuple):

@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..shared.block_lists import BlockLists, list_of, load_entry
+from ..shared.compat import Pointer, Scalar
 from ..shared.masking import m_block_range
 from ..shared.pipeline import stage_of
 from ..shared.tile_scheduler import (
@@ -36,8 +37,8 @@ from ..shared.tile_scheduler import (
 class RowChunk(NamedTuple):
     """Dense: blocks of rows `lo <= m < hi` that a launch visits; `None` for all."""
 
-    lo: gl.tensor | None
-    hi: gl.tensor | None
+    chunk_lo: Scalar
+    chunk_hi: Scalar
 
 
 class LastWave(NamedTuple):
@@ -45,8 +46,8 @@ class LastWave(NamedTuple):
     a launch begins with tile 0.
     """
 
-    first_tile: gl.tensor | None
-    first_head: gl.tensor | None
+    first_tile: Scalar
+    first_head: Scalar
 
 
 class TileSplits(NamedTuple):
@@ -54,23 +55,23 @@ class TileSplits(NamedTuple):
     the heads alone, all add to the same.
     """
 
-    heads: gl.tensor | None  # parts of the group of query heads; `None` if no programs share a block
-    rows: gl.tensor | None  # parts of the rows, for each of them
-    wave: "LastWave"
+    head_splits: Scalar  # parts of the group of query heads; `None` if no programs share a block
+    row_splits: Scalar  # parts of the rows, for each of them
+    wave: LastWave
 
 
 class KeyTileScheduler(NamedTuple):
     """Parameters of the tile scheduler of one launch."""
 
-    num_tiles: gl.tensor  # upper bound if packed
-    num_blocks: gl.tensor  # dense: blocks of keys of a head
-    total_heads: gl.tensor  # dense: key heads of all sequences, or the parts of their groups
-    l2_swizzle: gl.tensor  # dense: those that share the L2 cache
-    semaphore: gl.tensor  # pointer to a zero; a dense launch resets it
-    num_heads_k: gl.tensor
-    group: gl.tensor  # query heads for each key head, or of a part of them
-    padded_rows: gl.tensor  # of a query head, in dq_accum and the row statistics
-    diagonal: gl.tensor  # added to seqlen_k - seqlen_q
+    num_tiles: Scalar  # upper bound if packed
+    num_blocks: Scalar  # dense: blocks of keys of a head
+    total_heads: Scalar  # dense: key heads of all sequences, or the parts of their groups
+    l2_swizzle: Scalar  # dense: those that share the L2 cache
+    tile_count_semaphore: Pointer  # to a zero; a dense launch resets it
+    num_heads_k: Scalar
+    group: Scalar  # query heads for each key head, or of a part of them
+    padded_rows: Scalar  # of a query head, in dq_accum and the row statistics
+    diagonal: Scalar  # added to seqlen_k - seqlen_q
     splits: TileSplits
     chunk: RowChunk
     lists: BlockLists  # dense: blocks of rows of each tile
@@ -110,13 +111,13 @@ def schedule_dense_key_tiles(queue, scheduler, seqlens, bounds, CONFIG: gl.const
     count = 0
     shift = seqlens.seqlen_k - seqlens.seqlen_q + scheduler.diagonal
     while tile_index < scheduler.num_tiles:
-        row_split, whole_tile = split_and_tile(tile_index, scheduler.splits.rows)
+        row_split, whole_tile = split_and_tile(tile_index, scheduler.splits.row_splits)
         if scheduler.splits.wave.first_tile is not None:
             whole_tile += scheduler.splits.wave.first_tile
         flat_head, block = key_head_and_block(scheduler, whole_tile, CONFIG.lpt)
         head_splits = 1
-        if scheduler.splits.heads is not None:
-            head_splits = scheduler.splits.heads
+        if scheduler.splits.head_splits is not None:
+            head_splits = scheduler.splits.head_splits
         heads = scheduler.num_heads_k * head_splits
         b, head = flat_head // heads, flat_head % heads
         first_key = block * BLOCK_N
@@ -126,13 +127,13 @@ def schedule_dense_key_tiles(queue, scheduler, seqlens, bounds, CONFIG: gl.const
         if scheduler.lists.data is not None:
             lo = 0
             list_offset, hi = list_of(scheduler.lists, b, head // head_splits, block)
-        if scheduler.chunk.lo is not None:
-            lo = gl.maximum(lo, scheduler.chunk.lo)
-            hi = gl.maximum(lo, gl.minimum(hi, scheduler.chunk.hi))
+        if scheduler.chunk.chunk_lo is not None:
+            lo = gl.maximum(lo, scheduler.chunk.chunk_lo)
+            hi = gl.maximum(lo, gl.minimum(hi, scheduler.chunk.chunk_hi))
         split = head % head_splits
-        if scheduler.splits.rows is not None:
-            lo, hi = split_range(lo, hi, row_split, scheduler.splits.rows)
-            split = split * scheduler.splits.rows + row_split
+        if scheduler.splits.row_splits is not None:
+            lo, hi = split_range(lo, hi, row_split, scheduler.splits.row_splits)
+            split = split * scheduler.splits.row_splits + row_split
         if scheduler.splits.wave.first_head is not None:
             split = flat_head - scheduler.splits.wave.first_head
         padded_row = flat_head * scheduler.group * scheduler.padded_rows
@@ -189,10 +190,10 @@ def schedule_packed_key_tiles(queue, scheduler, seqlens, bounds, CONFIG: gl.cons
 @gluon.jit
 def key_head(tile, splits):
     """The key head of a tile."""
-    if splits.heads is None:
+    if splits.head_splits is None:
         return tile.head_k
     else:
-        return tile.head_k // splits.heads
+        return tile.head_k // splits.head_splits
 
 
 @gluon.jit

@@ -11,12 +11,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
+from ....gpu.grouped import without
 from ..backward.producer import BackwardDescriptors, BackwardPipelines, backward_producer_warp, make_row_pipeline
 from ..backward.scores import Residuals, block_coord, block_scores, load_block, load_residual
 from ..backward.tile_scheduler import (
     KeyTileScheduler,
-    LastWave,
-    RowChunk,
     TileSplits,
     first_m_block,
     key_scheduler_warp,
@@ -24,15 +23,12 @@ from ..backward.tile_scheduler import (
     pop_key_tile,
 )
 from ..shared import scores
-from ..shared.block_lists import BlockLists
 from ..shared.column_masks import where_bits
-from ..shared.compat import kernel
+from ..shared.compat import Pointer, Scalar, kernel
 from ..shared.dropout import Dropout, kept_pairs, load_stream, where_kept
 from ..shared.epilogue import OutputTensor, store_accumulators
 from ..shared.masking import MaskBounds, m_block_range, visible_rows
 from ..shared.mma import MMA_M, gemm_rs, gemm_wait
-from ..shared.pages import PageTable
-from ..shared.pairs import PairTensor, PairTensors
 from ..shared.parts import add_product, large_product, small_products, zero_sums
 from ..shared.pipeline import (
     FIRST_BARRIER,
@@ -45,9 +41,9 @@ from ..shared.pipeline import (
     stage_of,
 )
 from ..shared.ptx import barrier_arrive, barrier_sync, opaque, wait_prerequisites
-from ..shared.scores import ScoreParams
+from ..shared.scores import BackwardScores, ScoreParams
 from ..shared.swizzle import swizzled, unswizzled
-from ..shared.tile_scheduler import SeqlenInfo, TileQueue, make_tile_queue
+from ..shared.tile_scheduler import TileQueue, UnpagedSeqlens, make_tile_queue
 from .keys import begin_keys, end_keys, left_keys
 
 CONSUMER_THREADS = gl.constexpr(256)
@@ -77,22 +73,20 @@ class DkdvContext(NamedTuple):
     queue: TileQueue
 
 
+DkdvScheduler = without(KeyTileScheduler, "chunk", "lists", splits=without(TileSplits, "row_splits", "wave"))
+
+
 @kernel
 def dkdv_kernel(
-    q_desc, k_desc, v_desc, dout_desc, neg_lse_desc, neg_delta_desc, neg_residual, dk, dv, slopes, tile_count_semaphore,
-    cu_seqlens_q, cu_seqlens_k, seqused_k, stride_dk_b, stride_dk_h, stride_dk_m, stride_dv_b, stride_dv_h, stride_dv_m,
-    stride_slopes_b, num_tiles, num_blocks, total_heads, l2_swizzle, num_heads_k, head_splits, group, padded_rows,
-    batch, seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left,
-    factor, multiplier, softcap, scale, columns, columns_v,
-    bias, mask, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_mask_b, stride_mask_h,
-    stride_mask_m, stride_mask_n, pair_rows,
-    seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale,
-    CONFIG: gl.constexpr, inputs,
+    q_desc: Pointer, k_desc: Pointer, v_desc: Pointer, dout_desc: Pointer, neg_lse_desc: Pointer,
+    neg_delta_desc: Pointer, neg_residual: Residuals, dk: OutputTensor, dv: OutputTensor, scale: Scalar,
+    columns: Scalar, columns_v: Scalar, scheduler: DkdvScheduler, seqlens: UnpagedSeqlens, bounds: MaskBounds,
+    params: BackwardScores, dropout: Dropout, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Boxes are `[1, 1, 64, columns]`, of row statistics `[1, 64]`. Packed sequences as in `forward_kernel`."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
-    PACKED: gl.constexpr = cu_seqlens_q is not None
+    PACKED: gl.constexpr = seqlens.cu_seqlens_q is not None
     BLOCK_M: gl.constexpr = CONFIG.block_m
     K_BARRIER: gl.constexpr = FIRST_BARRIER + CONFIG.stages
     WEIGHTS_BARRIER: gl.constexpr = K_BARRIER + 2
@@ -113,34 +107,15 @@ def dkdv_kernel(
     queue = make_tile_queue(3)
     fence_async_shared()
 
-    lists = BlockLists(None, None, None, None, None, None)
-    splits = TileSplits(head_splits, None, LastWave(None, None))
-    scheduler = KeyTileScheduler(
-        num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads_k, group, padded_rows, diagonal,
-        splits, RowChunk(None, None), lists,
-    )  # fmt: skip
-    seqlens = SeqlenInfo(
-        seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch, PageTable(None, None, None, None, None)
-    )
-    bounds = MaskBounds(window_left, window_right, top_left)
-    pairs = PairTensors(
-        PairTensor(bias, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),
-        PairTensor(mask, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n),
-        pair_rows,
-    )
-    params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch, inputs, pairs)
-    dropout = Dropout(seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale)
-    residuals = Residuals(neg_residual, padded_rows)
-    context = DkdvContext(pipelines, splits, weights, group, bounds, params, residuals, dropout, queue)
-    dk_output = OutputTensor(dk, stride_dk_b, stride_dk_h, stride_dk_m, columns)
-    dv_output = OutputTensor(dv, stride_dv_b, stride_dv_h, stride_dv_m, columns_v)
+    group, padded_rows, splits = scheduler.group, scheduler.padded_rows, scheduler.splits
+    context = DkdvContext(pipelines, splits, weights, group, bounds, params, neg_residual, dropout, queue)
     gl.warp_specialize(
         [
-            (dv_warpgroup, (context, dv_output, CONFIG)),
-            (dk_warpgroup, (context, dk_output, scale, CONFIG)),
+            (dv_warpgroup, (context, dv, columns_v, CONFIG)),
+            (dk_warpgroup, (context, dk, columns, scale, CONFIG)),
             (
                 backward_producer_warp,
-                (descs, pipelines, queue, group, padded_rows, splits, params, lists, CONFIG, PACKED),
+                (descs, pipelines, queue, group, padded_rows, splits, params, scheduler.lists, CONFIG, PACKED),
             ),
             (key_scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
         ],
@@ -151,7 +126,7 @@ def dkdv_kernel(
 
 
 @gluon.jit
-def dv_warpgroup(context, output, CONFIG: gl.constexpr):
+def dv_warpgroup(context, output, columns, CONFIG: gl.constexpr):
     """The partition that computes p and dv."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
@@ -219,15 +194,15 @@ def dv_warpgroup(context, output, CONFIG: gl.constexpr):
             m, group_head = next_m_block(m, group_head, tile, context.group, CONFIG.lpt)
         end_keys(k, tile_count, CONFIG)
         store_accumulators(
-            output, dv, dv_scale, tile.b, tile.head_k, first_token(tile, context.splits), tile.first_key, tile.seqlen_k,
-            HEAD_DIM_V,
+            output, columns, dv, dv_scale, tile.b, tile.head_k, first_token(tile, context.splits), tile.first_key,
+            tile.seqlen_k, HEAD_DIM_V,
         )  # fmt: skip
         tile_count += 1
         tile = pop_key_tile(context.queue, tile_count)
 
 
 @gluon.jit
-def dk_warpgroup(context, output, scale, CONFIG: gl.constexpr):
+def dk_warpgroup(context, output, columns, scale, CONFIG: gl.constexpr):
     """The partition that computes dp, ds and dk."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
@@ -272,8 +247,8 @@ def dk_warpgroup(context, output, scale, CONFIG: gl.constexpr):
             m, group_head = next_m_block(m, group_head, tile, context.group, CONFIG.lpt)
         end_keys(v, tile_count, CONFIG)
         store_accumulators(
-            output, dk, scale, tile.b, tile.head_k, first_token(tile, context.splits), tile.first_key, tile.seqlen_k,
-            HEAD_DIM,
+            output, columns, dk, scale, tile.b, tile.head_k, first_token(tile, context.splits), tile.first_key,
+            tile.seqlen_k, HEAD_DIM,
         )  # fmt: skip
         tile_count += 1
         tile = pop_key_tile(context.queue, tile_count)
@@ -290,7 +265,7 @@ def start_scores(rows, k_j, count, zeros, CONFIG: gl.constexpr):
 @gluon.jit
 def first_token(tile, splits):
     """The token of key 0; 0 if dense."""
-    if splits.heads is None:
+    if splits.head_splits is None:
         return tile.token_k
     else:
         return tile.token_k * 0

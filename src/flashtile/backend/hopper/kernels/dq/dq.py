@@ -19,15 +19,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..shared import scores
-from ..shared.block_lists import BlockLists
 from ..shared.column_masks import all_visible, where_bits
-from ..shared.compat import kernel
+from ..shared.compat import Pointer, Scalar, kernel
 from ..shared.dropout import Dropout, kept_pairs, load_stream, where_kept
 from ..shared.epilogue import OutputTensor, store_accumulators
 from ..shared.masking import MaskBounds, n_block_range, visible_keys
 from ..shared.mma import MMA_M, left_operands
-from ..shared.pages import PageTable
-from ..shared.pairs import PairBlock, PairTensor, PairTensors
+from ..shared.pairs import PairBlock
 from ..shared.parts import LEFT, add_product, issue_large_product, large_product, small_products, zero_sums
 from ..shared.pipeline import (
     FIRST_BARRIER,
@@ -42,19 +40,26 @@ from ..shared.pipeline import (
 )
 from ..shared.ptx import launch_dependents, opaque, wait_prerequisites
 from ..shared.score_mod import Loaded, load_head, load_keys, load_rows
-from ..shared.scores import ScoreParams
+from ..shared.scores import BackwardScores, ScoreParams
 from ..shared.softmax import INFINITY
-from ..shared.tile_scheduler import SeqlenInfo, TileQueue, TileScheduler, make_tile_queue, pop_tile, scheduler_warp
+from ..shared.tile_scheduler import (
+    PlainScheduler,
+    TileQueue,
+    UnpagedSeqlens,
+    make_tile_queue,
+    pop_tile,
+    scheduler_warp,
+)
 from .producer import DqPipelines, dq_producer_warp
 
 
 class RowStats(NamedTuple):
     """Row statistics `[heads, padded_rows]` as `padded_rows` lays them out."""
 
-    neg_lse: gl.tensor  # pointer
-    neg_residual: gl.tensor | None  # of natural scores, pointer
-    neg_delta: gl.tensor  # pointer
-    padded_rows: gl.tensor
+    neg_lse: Pointer
+    neg_residual: Pointer  # of natural scores
+    neg_delta: Pointer
+    padded_rows: Scalar
 
 
 class DqContext(NamedTuple):
@@ -63,6 +68,7 @@ class DqContext(NamedTuple):
     pipelines: DqPipelines
     row_stats: RowStats
     output: OutputTensor
+    columns: gl.tensor | None
     scale: gl.tensor  # of dq
     queue: TileQueue
     bounds: MaskBounds
@@ -73,20 +79,14 @@ class DqContext(NamedTuple):
 
 @kernel
 def dq_kernel(
-    q_desc, k_desc, v_desc, dout_desc, neg_lse, neg_residual, neg_delta, dq, slopes, tile_count_semaphore,
-    cu_seqlens_q, cu_seqlens_k, seqused_k,
-    stride_dq_b, stride_dq_h, stride_dq_m, stride_slopes_b, num_tiles, num_blocks, total_heads, l2_swizzle, num_heads,
-    group, padded_rows, batch, seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left,
-    factor, multiplier, softcap, scale, columns,
-    bias, mask, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_mask_b, stride_mask_h,
-    stride_mask_m, stride_mask_n, pair_rows,
-    seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale,
-    CONFIG: gl.constexpr, inputs,
+    q_desc: Pointer, k_desc: Pointer, v_desc: Pointer, dout_desc: Pointer, row_stats: RowStats, dq: OutputTensor,
+    scale: Scalar, columns: Scalar, scheduler: PlainScheduler, seqlens: UnpagedSeqlens, bounds: MaskBounds,
+    params: BackwardScores, dropout: Dropout, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Boxes are `[1, 1, 64, columns]`. Packed sequences are described as in `forward_kernel`."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
-    PACKED: gl.constexpr = cu_seqlens_q is not None
+    PACKED: gl.constexpr = seqlens.cu_seqlens_q is not None
     NUM_WARPGROUPS: gl.constexpr = CONFIG.num_warpgroups
     gl.static_assert(FIRST_BARRIER + CONFIG.kv_stages - 1 <= LAST_BARRIER)
     pipelines = DqPipelines(
@@ -100,24 +100,9 @@ def dq_kernel(
     wait_prerequisites()
     launch_dependents()
 
-    scheduler = TileScheduler(
-        num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads, group, diagonal, None,
-        BlockLists(None, None, None, None, None, None),
+    context = DqContext(
+        pipelines, row_stats, dq, columns, scale, queue, bounds, scheduler.diagonal, params, dropout
     )  # fmt: skip
-    seqlens = SeqlenInfo(
-        seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch, PageTable(None, None, None, None, None)
-    )
-    bounds = MaskBounds(window_left, window_right, top_left)
-    pairs = PairTensors(
-        PairTensor(bias, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),
-        PairTensor(mask, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n),
-        pair_rows,
-    )
-    params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, None, batch, inputs, pairs)
-    row_stats = RowStats(neg_lse, neg_residual, neg_delta, padded_rows)
-    output = OutputTensor(dq, stride_dq_b, stride_dq_h, stride_dq_m, columns)
-    dropout = Dropout(seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale)
-    context = DqContext(pipelines, row_stats, output, scale, queue, bounds, diagonal, params, dropout)
     if NUM_WARPGROUPS == 1:
         gl.warp_specialize(
             [
@@ -223,7 +208,8 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             consumer_release(kv.empty, 2 * count + 1, KV_STAGES)
             count += 1
         store_accumulators(
-            context.output, dq, context.scale, tile.b, tile.head, tile.token_q, first_row, tile.seqlen_q, HEAD_DIM
+            context.output, context.columns, dq, context.scale, tile.b, tile.head, tile.token_q, first_row,
+            tile.seqlen_q, HEAD_DIM,
         )  # fmt: skip
         tile_count += 1
         tile = pop_tile(queue, tile_count)

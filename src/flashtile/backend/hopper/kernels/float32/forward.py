@@ -10,14 +10,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from ..shared.block_lists import BlockLists
 from ..shared.column_masks import where_bits
-from ..shared.compat import kernel
+from ..shared.compat import Pointer, Scalar, kernel
 from ..shared.coordinates import kv_coord, q_coord
 from ..shared.epilogue import OutputTensor, store_accumulators
 from ..shared.masking import MaskBounds, n_block_range, visible_keys
 from ..shared.mma import MMA_M, scale_rows
-from ..shared.pages import PageTable
 from ..shared.parts import add_product, large_product, small_products, zero_sums
 from ..shared.pipeline import (
     FIRST_BARRIER,
@@ -39,9 +37,9 @@ from ..shared.ptx import opaque, wait_prerequisites
 from ..shared.softmax import FLOAT_MAX, INFINITY, LN2, log2
 from ..shared.tile_scheduler import (
     REQUEST_DISTANCE,
-    SeqlenInfo,
+    PlainScheduler,
     TileQueue,
-    TileScheduler,
+    UnpagedSeqlens,
     make_tile_queue,
     pop_tile,
     request_tile,
@@ -64,6 +62,7 @@ class Context(NamedTuple):
 
     pipelines: Pipelines
     output: OutputTensor
+    columns: gl.tensor | None
     lse: gl.tensor  # pointer, [B * H, Sq] or [H, T]
     stride_lse: gl.tensor
     queue: TileQueue
@@ -75,14 +74,13 @@ class Context(NamedTuple):
 
 @kernel
 def float32_forward_kernel(
-    q_desc, k_desc, v_desc, out, lse, tile_count_semaphore, cu_seqlens_q, cu_seqlens_k, seqused_k,
-    stride_out_b, stride_out_h, stride_out_m, stride_lse, num_tiles, num_blocks, total_heads, l2_swizzle, num_heads,
-    group, batch, seqlen_q, seqlen_k, diagonal, window_left, window_right, top_left, factor, multiplier, columns,
-    CONFIG: gl.constexpr,
+    q_desc: Pointer, k_desc: Pointer, v_desc: Pointer, out: OutputTensor, lse: Pointer, stride_lse: Scalar,
+    columns: Scalar, factor: Scalar, multiplier: Scalar, scheduler: PlainScheduler, seqlens: UnpagedSeqlens,
+    bounds: MaskBounds, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Store `out` and `lse`. Boxes are `[1, 1, MMA_M, columns]` of q, and `[1, 1, BLOCK_N, columns]` of k and v."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
-    PACKED: gl.constexpr = cu_seqlens_q is not None
+    PACKED: gl.constexpr = seqlens.cu_seqlens_q is not None
     gl.static_assert(FIRST_BARRIER + CONFIG.kv_stages - 1 <= LAST_BARRIER)
     pipelines = Pipelines(
         make_buffers(q_desc, NUM_WARPGROUPS, HEAD_DIM),
@@ -93,16 +91,9 @@ def float32_forward_kernel(
     fence_async_shared()
     wait_prerequisites()
 
-    scheduler = TileScheduler(
-        num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads, group, diagonal, None,
-        BlockLists(None, None, None, None, None, None),
+    context = Context(
+        pipelines, out, columns, lse, stride_lse, queue, bounds, scheduler.diagonal, factor, multiplier
     )  # fmt: skip
-    seqlens = SeqlenInfo(
-        seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch, PageTable(None, None, None, None, None)
-    )
-    bounds = MaskBounds(window_left, window_right, top_left)
-    output = OutputTensor(out, stride_out_b, stride_out_h, stride_out_m, columns)
-    context = Context(pipelines, output, lse, stride_lse, queue, bounds, diagonal, factor, multiplier)
     gl.warp_specialize(
         [
             (consumer_warpgroup, (0, context, CONFIG, PACKED)),
@@ -211,4 +202,6 @@ def store_rows(context, tile, first_row, row_max, l, acc, HEAD_DIM: gl.constexpr
     out = ()
     for c in gl.static_range(len(HEAD_DIM.chunks)):
         out = out + (scale_rows(acc[c], weight),)
-    store_accumulators(context.output, out, 1.0, tile.b, tile.head, tile.token_q, first_row, tile.seqlen_q, HEAD_DIM)
+    store_accumulators(
+        context.output, context.columns, out, 1.0, tile.b, tile.head, tile.token_q, first_row, tile.seqlen_q, HEAD_DIM
+    )

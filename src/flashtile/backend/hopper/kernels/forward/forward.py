@@ -10,17 +10,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from ....gpu.grouped import without
 from ..shared import softmax
 from ..shared.bias_tiles import make_bias_tiles
 from ..shared.block_lists import BlockLists, first_entry, load_entry
-from ..shared.compat import kernel
+from ..shared.compat import Pointer, Scalar, kernel
 from ..shared.coordinates import q_coord
 from ..shared.dropout import Dropout, load_stream
 from ..shared.epilogue import tma_store_columns
 from ..shared.masking import MaskBounds
 from ..shared.mma import MMA_M, gemm_rs, gemm_wait, scale_rows
-from ..shared.pages import PageTable
-from ..shared.pairs import PairTensor, PairTensors
 from ..shared.pipeline import (
     FIRST_BARRIER,
     LAST_BARRIER,
@@ -50,19 +49,14 @@ from .mainloop import (
 from .page_producers import keys_warp, values_warp
 from .producer import ForwardPipelines, producer_warp, q_stage
 
+ForwardScheduler = without(TileScheduler, lists=without(BlockLists, "ranks"))
+
 
 @kernel
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse, residual, slopes, sinks, tile_count_semaphore,
-    cu_seqlens_q, cu_seqlens_k, seqused_k,
-    stride_slopes_b, stride_lse, num_tiles, num_blocks, total_heads, l2_swizzle, num_heads, group, batch,
-    seqlen_q, seqlen_k, num_splits, diagonal, window_left, window_right, top_left, factor, multiplier, softcap,
-    bias, mask, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_mask_b, stride_mask_h,
-    stride_mask_m, stride_mask_n, pair_rows, bias_desc,
-    lists, mask_bits, stride_lists_b, stride_lists_h, stride_lists,
-    page_table, stride_page_table, num_pages, page_size, stride_pages,
-    seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale,
-    CONFIG: gl.constexpr, inputs,
+    q_desc: Pointer, k_desc: Pointer, v_desc: Pointer, out_desc: Pointer, bias_desc: Pointer, lse: Pointer,
+    residual: Pointer, stride_lse: Scalar, scheduler: ForwardScheduler, seqlens: SeqlenInfo, bounds: MaskBounds,
+    params: ScoreParams, dropout: Dropout, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Boxes: q and out `[1, 1, MMA_M, columns]`, k and v `[1, 1, BLOCK_N, columns]`; one more leading 1 if packed. With
     tiles of a bias, those are `[1, 1, MMA_M, BLOCK_N]`. With pages, boxes of k and v are `[1, 1, 1, CONFIG.page_rows,
@@ -70,9 +64,9 @@ def forward_kernel(
 
     If packed, `seqlen_q` and `seqlen_k` are numbers of tokens; with pages, `seqlen_k` is a sequence's room for keys.
     With `num_splits`, out and lse are those of each split of the keys, `[num_splits * B, H, Sq, Dv]` in fp32 and
-    `[num_splits * B, H, Sq]`. A score_mod, in CONFIG, takes `inputs`.
+    `[num_splits * B, H, Sq]`. A score_mod, in CONFIG, takes `params.inputs`.
     """
-    PACKED: gl.constexpr = cu_seqlens_q is not None
+    PACKED: gl.constexpr = seqlens.cu_seqlens_q is not None
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
     Q_BUFFERS: gl.constexpr = CONFIG.q_stages * CONFIG.num_warpgroups
@@ -88,23 +82,11 @@ def forward_kernel(
     smem = allocate_boxes(out_desc, CONFIG.num_warpgroups, CONFIG.epilogue_columns)
     fence_async_shared()
 
-    pages = PageTable(page_table, stride_page_table, num_pages, page_size, stride_pages)
-    block_lists = BlockLists(lists, stride_lists_b, stride_lists_h, stride_lists, None, mask_bits)
-    scheduler = TileScheduler(
-        num_tiles, num_blocks, total_heads, l2_swizzle, tile_count_semaphore, num_heads, group, diagonal, num_splits,
-        block_lists,
-    )  # fmt: skip
-    seqlens = SeqlenInfo(seqlen_q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_k, batch, pages)
-    bounds = MaskBounds(window_left, window_right, top_left)
-    pairs = PairTensors(
-        PairTensor(bias, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),
-        PairTensor(mask, stride_mask_b, stride_mask_h, stride_mask_m, stride_mask_n),
-        pair_rows,
+    pages, lists = seqlens.page_table, scheduler.lists
+    outputs = ForwardOutputs(
+        out_desc, smem, lse, residual, stride_lse, None if scheduler.num_splits is None else scheduler.num_heads
     )
-    params = ScoreParams(factor, multiplier, softcap, slopes, stride_slopes_b, sinks, batch, inputs, pairs)
-    outputs = ForwardOutputs(out_desc, smem, lse, residual, stride_lse, None if num_splits is None else num_heads)
-    dropout = Dropout(seed, dropout_first_head, dropout_heads, dropout_i0, dropout_octet0, threshold, keep_scale)
-    context = ForwardContext(pipelines, outputs, queue, bounds, diagonal, params, dropout, block_lists, pages)
+    context = ForwardContext(pipelines, outputs, queue, bounds, scheduler.diagonal, params, dropout, lists, pages)
     if CONFIG.page_rows > 0 and CONFIG.num_warpgroups == 2:
         gl.warp_specialize(
             [
@@ -136,7 +118,7 @@ def forward_kernel(
                 (consumer_warpgroup, (0, context, CONFIG, PACKED)),
                 (
                     producer_warp,
-                    (q_desc, k_desc, v_desc, bias_desc, pipelines, queue, params, block_lists, CONFIG, PACKED),
+                    (q_desc, k_desc, v_desc, bias_desc, pipelines, queue, params, lists, CONFIG, PACKED),
                 ),
                 (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
             ],
@@ -150,7 +132,7 @@ def forward_kernel(
                 (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
                 (
                     producer_warp,
-                    (q_desc, k_desc, v_desc, bias_desc, pipelines, queue, params, block_lists, CONFIG, PACKED),
+                    (q_desc, k_desc, v_desc, bias_desc, pipelines, queue, params, lists, CONFIG, PACKED),
                 ),
                 (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
             ],
@@ -165,7 +147,7 @@ def forward_kernel(
                 (consumer_warpgroup, (gl.constexpr(2), context, CONFIG, PACKED)),
                 (
                     producer_warp,
-                    (q_desc, k_desc, v_desc, bias_desc, pipelines, queue, params, block_lists, CONFIG, PACKED),
+                    (q_desc, k_desc, v_desc, bias_desc, pipelines, queue, params, lists, CONFIG, PACKED),
                 ),
                 (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
             ],

@@ -307,11 +307,11 @@ def tile_units(params, wg_tile, loaded, CONFIG: gl.constexpr):
         factor = score_mod.head_factor(params, wg_tile.tile.b, wg_tile.tile.head, loaded, SCORE_MOD)
         in_scores = ~((factor > SMALLEST_FACTOR) & (factor < LARGEST_FACTOR))
         if CONFIG.natural:
-            return TileUnits(params.scale_log2, factor, True)
+            return TileUnits(params.factor, factor, True)
         else:
-            return TileUnits(params.scale_log2 * gl.where(in_scores, 1.0, factor), factor, in_scores)
+            return TileUnits(params.factor * gl.where(in_scores, 1.0, factor), factor, in_scores)
     else:
-        return TileUnits(params.scale_log2, params.scale_log2, False)
+        return TileUnits(params.factor, params.factor, False)
 
 
 @gluon.jit

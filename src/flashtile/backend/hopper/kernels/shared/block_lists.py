@@ -16,17 +16,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .column_masks import all_visible
+from .compat import Pointer, Scalar
 
 
 class BlockLists(NamedTuple):
     """Lists in int32 of the tiles of heads and sequences; a shared sequence or head has stride 0."""
 
-    data: gl.tensor | None  # pointer; `None` without lists
-    stride_b: gl.tensor | None
-    stride_h: gl.tensor | None
-    stride_tile: gl.tensor | None
-    ranks: gl.tensor | None  # of backward: elements from an entry to its rank (`dq_writer`)
-    bits: gl.tensor | None  # pointer, `[entries, lines of a tile, 4]`; `None` where the mask's code runs
+    data: Pointer  # `None` without lists
+    stride_b: Scalar
+    stride_h: Scalar
+    stride_tile: Scalar
+    ranks: Scalar  # of backward: elements from an entry to its rank (`dq_writer`)
+    mask_bits: Pointer  # `[entries, lines of a tile, 4]`; `None` where the mask's code runs
 
 
 @gluon.jit
@@ -72,7 +73,7 @@ def block_at(lists, position, entry):
 @gluon.jit
 def partial_of(lists, entry):
     """Whether a block needs the mask's code, in a tuple; an empty one without lists: all do, or with bits none."""
-    if lists.data is None or lists.bits is not None:
+    if lists.data is None or lists.mask_bits is not None:
         return ()
     else:
         return ((entry & 1) != 0,)
@@ -96,17 +97,17 @@ def words_of_place(place, first_line, x, LINES: gl.constexpr):
 @gluon.jit
 def load_bits(lists, entry, offset, position, first_line, x, LINES: gl.constexpr):
     """The bits of pairs that the mask shows in an entry's block, in a tuple; an empty one without bits."""
-    if lists.bits is None:
+    if lists.mask_bits is None:
         return ()
     else:
         words = bit_words(offset, position, first_line, x, LINES)
-        return (gl.load(lists.bits + words, mask=((entry & 1) != 0) & (words >= 0), other=-1),)
+        return (gl.load(lists.mask_bits + words, mask=((entry & 1) != 0) & (words >= 0), other=-1),)
 
 
 @gluon.jit
 def is_cut(cut, lists, entry):
     """Whether bits hide pairs of a block: where a window or the last key cuts it, and where those of a mask do."""
-    if lists.bits is not None:
+    if lists.mask_bits is not None:
         cut = cut | ((entry & 1) != 0)
     return cut
 

@@ -1,6 +1,5 @@
 """Differences between the supported versions of Triton, in which Gluon is experimental; and the kernel decorators."""
 
-import inspect
 from typing import Any
 
 import triton
@@ -10,17 +9,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from .....call.call import HEAD_TERMS
+from ....gpu import grouped
+from ....gpu.grouped import Language
 
-# Pointer arguments of all kernels; descriptors are named `*_desc`. `None` arguments are compiled away.
-POINTERS = {
-    "lse", "sinks", "tile_count_semaphore", "tile_count_semaphore_2", "dq_semaphore", "cu_seqlens_q", "cu_seqlens_k",
-    "seqused_k", "partial_out", "partial_lse", "partial_residual", "residual", "out", "dout", "dlse", "neg_lse",
-    "neg_residual", "neg_delta", "dq_accum", "dq", "dk", "dv",
-    "splits", "dx", "lists", "table", "states", "bias", "mask", "mask_bits", "distance_table", "page_table",
-    "seed", "dslopes",
-    *HEAD_TERMS,
-}  # fmt: skip
+# Types of parameters, and the languages of kernels (`backend.gpu.grouped`).
+Pointer, Scalar = gl.pointer_type, gl.tensor
+GLUON = Language(gluon.jit, Pointer, Scalar, gl.constexpr)
+TRITON = Language(triton.jit, Pointer, Scalar, gl.constexpr)
 
 # Synchronizes the threads of one warp-specialized partition.
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
@@ -47,22 +42,11 @@ def reinterpret_smem(smem: Any, dtype: Any, shape: Any, layout: Any, _semantic: 
     return _semantic.memdesc_reinterpret(smem, unwrap(dtype), [unwrap(n) for n in shape], unwrap(layout))
 
 
-def is_pointer(name: str) -> bool:
-    """Whether a kernel argument is a pointer or a TMA descriptor."""
-    return name in POINTERS or name.endswith("_desc")
-
-
 def kernel(function: Any) -> Any:
-    """`gluon.jit` that does not specialize on scalars, so that new lengths or strides need no new compilation."""
-    return gluon.jit(function, do_not_specialize=scalar_names(function))
+    """Make the kernel to launch of a function in Gluon whose parameters are grouped in NamedTuples."""
+    return grouped.kernel(function, GLUON)
 
 
 def triton_kernel(function: Any) -> Any:
     """The same for kernels in Triton's own language."""
-    return triton.jit(function, do_not_specialize=scalar_names(function))
-
-
-def scalar_names(function: Any) -> list[str]:
-    """Names of a kernel's arguments that are neither constexpr nor pointers."""
-    parameters = inspect.signature(function).parameters.values()
-    return [p.name for p in parameters if p.annotation is not gl.constexpr and not is_pointer(p.name)]
+    return grouped.kernel(function, TRITON)

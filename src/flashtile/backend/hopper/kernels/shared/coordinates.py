@@ -41,7 +41,7 @@ def dkdv_coord(tile, head, first_key, batch, splits, PACKED: gl.constexpr):
     """Coordinates of a box of dk or dv; of dense ones, each split has its own, but in a last wave each head."""
     if splits.wave.first_head is not None:
         return (0, tile.token_k, first_key, 0)
-    elif splits.rows is not None:
+    elif splits.row_splits is not None:
         return (tile.token_k * batch + tile.b, head, first_key, 0)
     else:
         return key_coord(tile, head, first_key, PACKED)

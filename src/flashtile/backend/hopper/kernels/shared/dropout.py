@@ -6,19 +6,20 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .column_masks import all_visible, both_where_bits_at, from_thread_view, thread_view, where_bits_at
+from .compat import Pointer, Scalar
 from .philox_ptx import keep_bits
 
 
 class Dropout(NamedTuple):
     """Arguments of dropout; without it, all are `None`."""
 
-    seed: gl.tensor | None  # pointer, int64
-    first_head: gl.tensor  # the counter of sequence 0 and head 0
-    num_heads: gl.tensor  # of the whole call
-    i0: gl.tensor  # position of the first row in the whole call
-    octet0: gl.tensor  # position of the first key there, in octets
-    threshold: gl.tensor
-    keep_scale: gl.tensor  # factor of kept probabilities
+    seed: Pointer  # int64
+    dropout_first_head: Scalar  # the counter of sequence 0 and head 0
+    dropout_heads: Scalar  # of the whole call
+    dropout_i0: Scalar  # position of the first row in the whole call
+    dropout_octet0: Scalar  # position of the first key there, in octets
+    threshold: Scalar
+    keep_scale: Scalar  # factor of kept probabilities
 
 
 class DropoutStream(NamedTuple):
@@ -57,14 +58,14 @@ def kept_pairs(dropout, stream, b, head, first_row, first_key, x, TRANSPOSED: gl
         zeros = gl.zeros([M, 4], gl.int32, layout)
         i = gl.expand_dims(gl.arange(0, M, gl.SliceLayout(1, layout)), 1)
         t = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, layout)), 0)
-        row, octet = first_row + dropout.i0, first_key // 8 + dropout.octet0
+        row, octet = first_row + dropout.dropout_i0, first_key // 8 + dropout.dropout_octet0
         if TRANSPOSED:
             thread = zeros + i % 8
             rows, octets = row + 4 * CALLS * thread + 2 * t, zeros + octet + i // 8
         else:
             thread = zeros + t
             rows, octets = zeros + row + i, octet + CALLS * thread
-        whole_head = dropout.first_head + b * dropout.num_heads + head
+        whole_head = dropout.dropout_first_head + b * dropout.dropout_heads + head
         return (keep_bits(rows, octets, thread, whole_head, stream, CALLS, TRANSPOSED),)
 
 

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from ... import tile_config
-from .compat import thread_barrier, tma_reduce_add, tma_store
+from .compat import Pointer, Scalar, thread_barrier, tma_reduce_add, tma_store
 from .mma import split_columns
 from .pipeline import as_matrix, slice_columns
 
@@ -47,29 +47,30 @@ def tma_store_columns(desc, out, coord, smem, FIRST: gl.constexpr, ADD: gl.const
 class OutputTensor(NamedTuple):
     """`[B, H, S, D]` or `[T, H, D]` with contiguous features; strides are in units of ALIGN elements."""
 
-    data: gl.tensor  # pointer
-    stride_b: gl.tensor  # 0 if packed
-    stride_h: gl.tensor
-    stride_m: gl.tensor
-    columns: gl.tensor | None  # the head dimension in units of ALIGN, where it is narrower than the kernel
+    data: Pointer
+    stride_b: Scalar  # 0 if packed
+    stride_h: Scalar
+    stride_m: Scalar
 
 
 @gluon.jit
-def store_accumulators(output, acc, scale, b, head, token, first_row, seqlen, HEAD_DIM: gl.constexpr):
-    """Store `acc * scale`, one accumulator for each chunk, to rows `first_row <= row < seqlen` of a sequence."""
+def store_accumulators(output, columns, acc, scale, b, head, token, first_row, seqlen, HEAD_DIM: gl.constexpr):
+    """Store `acc * scale`, one accumulator for each chunk, to rows `first_row <= row < seqlen` of a sequence. `columns`
+    is the head dimension in units of ALIGN, or `None` where it is the kernel's.
+    """
     base = output.data + b.to(gl.int64) * output.stride_b * ALIGN + head.to(gl.int64) * output.stride_h * ALIGN
     for c in gl.static_range(len(HEAD_DIM.chunks)):
-        store_chunk(output, base, acc[c] * scale, token, first_row, seqlen, HEAD_DIM.offsets[c])
+        store_chunk(output, columns, base, acc[c] * scale, token, first_row, seqlen, HEAD_DIM.offsets[c])
 
 
 @gluon.jit
-def store_chunk(output, base, x, token, first_row, seqlen, FIRST: gl.constexpr):
+def store_chunk(output, columns, base, x, token, first_row, seqlen, FIRST: gl.constexpr):
     """Store features from FIRST on."""
     layout: gl.constexpr = x.type.layout
     row = first_row + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
     feature = FIRST + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
     rows = base + gl.expand_dims((token + row).to(gl.int64) * output.stride_m * ALIGN, 1)
     exists = gl.expand_dims(row < seqlen, 1)
-    if output.columns is not None:
-        exists = exists & gl.expand_dims(feature < output.columns * ALIGN, 0)
+    if columns is not None:
+        exists = exists & gl.expand_dims(feature < columns * ALIGN, 0)
     gl.store(rows + gl.expand_dims(feature, 0), x.to(output.data.dtype.element_ty), mask=exists)

@@ -10,14 +10,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .column_masks import bits_below
+from .compat import Scalar
 
 
 class MaskBounds(NamedTuple):
     """Sides of the sliding window, `None` where unlimited."""
 
-    left: gl.tensor | None
-    right: gl.tensor | None
-    top_left: gl.tensor | None  # top-left causal: key <= row + top_left
+    window_left: Scalar
+    window_right: Scalar
+    top_left: Scalar  # top-left causal: key <= row + top_left
 
 
 class BlockRange(NamedTuple):
@@ -36,12 +37,12 @@ def n_block_range(bounds, first_row, last_row, shift, seqlen_k, BLOCK_N: gl.cons
     There is at least one. Where no key is visible it is fully masked, which leaves the softmax state unchanged.
     """
     lo, full_lo, full_hi, hi = 0, 0, seqlen_k, seqlen_k
-    if bounds.left is not None:
-        lo = gl.maximum(lo, first_row + shift - bounds.left)
-        full_lo = gl.maximum(full_lo, last_row + shift - bounds.left)
-    if bounds.right is not None:
-        full_hi = gl.minimum(full_hi, first_row + shift + bounds.right + 1)
-        hi = gl.minimum(hi, last_row + shift + bounds.right + 1)
+    if bounds.window_left is not None:
+        lo = gl.maximum(lo, first_row + shift - bounds.window_left)
+        full_lo = gl.maximum(full_lo, last_row + shift - bounds.window_left)
+    if bounds.window_right is not None:
+        full_hi = gl.minimum(full_hi, first_row + shift + bounds.window_right + 1)
+        hi = gl.minimum(hi, last_row + shift + bounds.window_right + 1)
     if bounds.top_left is not None:
         full_hi = gl.minimum(full_hi, first_row + bounds.top_left + 1)
         hi = gl.minimum(hi, last_row + bounds.top_left + 1)
@@ -60,12 +61,12 @@ def m_block_range(bounds, first_key, last_key, shift, seqlen_q, BLOCK_M: gl.cons
     A block that contains the sequence's end is masked.
     """
     lo, full_lo, full_hi, hi = 0, 0, seqlen_q, seqlen_q
-    if bounds.left is not None:
-        full_hi = gl.minimum(full_hi, first_key - shift + bounds.left + 1)
-        hi = gl.minimum(hi, last_key - shift + bounds.left + 1)
-    if bounds.right is not None:
-        lo = gl.maximum(lo, first_key - shift - bounds.right)
-        full_lo = gl.maximum(full_lo, last_key - shift - bounds.right)
+    if bounds.window_left is not None:
+        full_hi = gl.minimum(full_hi, first_key - shift + bounds.window_left + 1)
+        hi = gl.minimum(hi, last_key - shift + bounds.window_left + 1)
+    if bounds.window_right is not None:
+        lo = gl.maximum(lo, first_key - shift - bounds.window_right)
+        full_lo = gl.maximum(full_lo, last_key - shift - bounds.window_right)
     if bounds.top_left is not None:
         lo = gl.maximum(lo, first_key - bounds.top_left)
         full_lo = gl.maximum(full_lo, last_key - bounds.top_left)
@@ -78,10 +79,10 @@ def m_block_range(bounds, first_key, last_key, shift, seqlen_q, BLOCK_M: gl.cons
 def contributing_n_blocks(bounds, first_row, shift, seqlen_k, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """Blocks of keys whose `m_block_range` contains the block of rows that starts at `first_row`."""
     first_key, keys = 0, seqlen_k
-    if bounds.left is not None:
-        first_key = gl.maximum(first_row + shift - bounds.left, 0)
-    if bounds.right is not None:
-        keys = gl.minimum(keys, first_row + BLOCK_M + shift + bounds.right)
+    if bounds.window_left is not None:
+        first_key = gl.maximum(first_row + shift - bounds.window_left, 0)
+    if bounds.window_right is not None:
+        keys = gl.minimum(keys, first_row + BLOCK_M + shift + bounds.window_right)
     if bounds.top_left is not None:
         keys = gl.minimum(keys, first_row + BLOCK_M + bounds.top_left)
     lo, hi = first_key // BLOCK_N, gl.cdiv(gl.maximum(keys, 0), BLOCK_N)
@@ -93,13 +94,13 @@ def visible_keys(x, bounds, first_row, first_key, shift, seqlen_k):
     """Mask bits of `x [M, N]`, whose first row and key are given."""
     rows = first_row + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
     stop = gl.full_like(rows, 0) + seqlen_k
-    if bounds.right is not None:
-        stop = gl.minimum(stop, rows + (shift + bounds.right + 1))
+    if bounds.window_right is not None:
+        stop = gl.minimum(stop, rows + (shift + bounds.window_right + 1))
     if bounds.top_left is not None:
         stop = gl.minimum(stop, rows + (bounds.top_left + 1))
     visible = bits_below(stop - first_key, x)
-    if bounds.left is not None:
-        visible = visible & ~bits_below(rows + (shift - bounds.left - first_key), x)
+    if bounds.window_left is not None:
+        visible = visible & ~bits_below(rows + (shift - bounds.window_left - first_key), x)
     return visible
 
 
@@ -108,11 +109,11 @@ def visible_rows(x, bounds, first_key, first_row, shift, seqlen_q, seqlen_k):
     """Mask bits of the transposed block `x [N, M]`."""
     keys = first_key + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
     stop = gl.full_like(keys, 0) + seqlen_q
-    if bounds.left is not None:
-        stop = gl.minimum(stop, keys - (shift - bounds.left - 1))
+    if bounds.window_left is not None:
+        stop = gl.minimum(stop, keys - (shift - bounds.window_left - 1))
     visible = bits_below(gl.where(keys < seqlen_k, stop - first_row, 0), x)
-    if bounds.right is not None:
-        visible = visible & ~bits_below(keys - (shift + bounds.right + first_row), x)
+    if bounds.window_right is not None:
+        visible = visible & ~bits_below(keys - (shift + bounds.window_right + first_row), x)
     if bounds.top_left is not None:
         visible = visible & ~bits_below(keys - (bounds.top_left + first_row), x)
     return visible

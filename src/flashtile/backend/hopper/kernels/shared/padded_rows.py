@@ -4,8 +4,29 @@ Every packed sequence begins with a block of its own, so that no block holds row
 sequence's end are padding. Sequence b begins with block `cu_seqlens_q[b] // BLOCK_M + b`, past all blocks before it.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+from .compat import Pointer, Scalar
+
+
+class RowTensor(NamedTuple):
+    """`[B, H, S, D]` or packed `[T, H, D]`, or without features."""
+
+    data: Pointer
+    stride_b: Scalar
+    stride_h: Scalar
+    stride_m: Scalar
+
+
+class HeadTensor(NamedTuple):
+    """One value a row, contiguous: `[B, H, S]` or `[H, T]`."""
+
+    data: Pointer
+    stride_b: Scalar
+    stride_h: Scalar
 
 
 @triton.jit

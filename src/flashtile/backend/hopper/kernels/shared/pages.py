@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .compat import reinterpret_smem, tma_load
+from .compat import Pointer, Scalar, reinterpret_smem, tma_load
 from .coordinates import RAGGED_EXTENT, ragged_coord
 from .pipeline import producer_acquire, stage_of
 from .ptx import from_lane, lane_id
@@ -25,11 +25,11 @@ SCANNED = gl.constexpr(128)  # entries of the page table that the scheduler warp
 class PageTable(NamedTuple):
     """Pages of each sequence; the fields are `None` where keys are not in pages."""
 
-    data: gl.tensor | None  # pointer, [batch, columns]
-    stride: gl.tensor | None  # elements from sequence to sequence
-    num_pages: gl.tensor | None
-    page_size: gl.tensor | None
-    stride_rows: gl.tensor | None  # rows from page to page
+    data: Pointer  # [batch, columns]
+    stride_b: Scalar
+    num_pages: Scalar
+    page_size: Scalar
+    rows_of_page: Scalar  # from page to page
 
 
 class BlockParts(NamedTuple):
@@ -42,7 +42,7 @@ class BlockParts(NamedTuple):
 @gluon.jit
 def entries(pages, b, column, exists):
     """Entries of a sequence's page table; -1 for pages that do not exist."""
-    entry = gl.load(pages.data + pages.stride.to(gl.int64) * b + column, mask=exists, other=-1)
+    entry = gl.load(pages.data + pages.stride_b.to(gl.int64) * b + column, mask=exists, other=-1)
     return gl.where((entry >= 0) & (entry < pages.num_pages), entry, -1).to(gl.int32)
 
 
@@ -64,7 +64,7 @@ def load_parts(pages, tile, block, CONFIG: gl.constexpr):
     column, row = column_and_row(pages, key, CONFIG)
     page = entries(pages, tile.b, column, (key >= 0) & (key < tile.seqlen_k))
     length = gl.where(page < 0, 0, gl.minimum(tile.seqlen_k - (key - row), pages.page_size))
-    coord = ragged_coord(tile.head_k, row, gl.maximum(page, 0) * pages.stride_rows, length)
+    coord = ragged_coord(tile.head_k, row, gl.maximum(page, 0) * pages.rows_of_page, length)
     return BlockParts(coord[1], coord[3])
 
 

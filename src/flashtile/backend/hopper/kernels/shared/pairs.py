@@ -10,6 +10,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .compat import Pointer, Scalar
 from .ptx import add_adjacent, hide_adjacent
 from .softmax import INFINITY
 
@@ -17,11 +18,11 @@ from .softmax import INFINITY
 class PairTensor(NamedTuple):
     """A mask or bias `[B, H, Sq, Sk]`. A broadcast row or column has no stride, a broadcast sequence or head 0."""
 
-    data: gl.tensor | None  # pointer; `None` without it
-    stride_b: gl.tensor
-    stride_h: gl.tensor
-    stride_m: gl.tensor | None
-    stride_n: gl.tensor | None
+    data: Pointer  # `None` without it
+    stride_b: Scalar
+    stride_h: Scalar
+    stride_m: Scalar
+    stride_n: Scalar
 
 
 class PairTensors(NamedTuple):
@@ -29,7 +30,7 @@ class PairTensors(NamedTuple):
 
     bias: PairTensor
     mask: PairTensor
-    rows: gl.tensor  # of both
+    pair_rows: Scalar  # of both
 
 
 class PairBlock(NamedTuple):
@@ -50,7 +51,7 @@ def add_bias(t, pairs, block, ALIGN: gl.constexpr):
     if len(block.bias) > 0:
         return t + block.bias[0].to(gl.float32)
     else:
-        return with_values(t, pairs.bias, pairs.rows, block, False, ALIGN)
+        return with_values(t, pairs.bias, pairs.pair_rows, block, False, ALIGN)
 
 
 @gluon.jit
@@ -62,10 +63,10 @@ def hide(t, pairs, block, partial, ALIGN: gl.constexpr):
         return t
     elif len(partial) > 0:
         if partial[0]:
-            t = with_values(t, pairs.mask, pairs.rows, block, True, ALIGN)
+            t = with_values(t, pairs.mask, pairs.pair_rows, block, True, ALIGN)
         return t
     else:
-        return with_values(t, pairs.mask, pairs.rows, block, True, ALIGN)
+        return with_values(t, pairs.mask, pairs.pair_rows, block, True, ALIGN)
 
 
 @gluon.jit

@@ -10,6 +10,8 @@ from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ....gpu.grouped import Captured
+from .compat import Scalar
 from .distances import distances, real_distances
 from .pairs import PairBlock
 from .ptx import opaque_real
@@ -18,11 +20,11 @@ from .ptx import opaque_real
 class PairInputs(NamedTuple):
     """Arguments of a score_mod: the position of this call in the whole one, and captured tensors."""
 
-    b0: gl.tensor
-    h0: gl.tensor
-    i0: gl.tensor
-    j0: gl.tensor
-    captured: tuple  # pointers, sizes and strides
+    b0: Scalar
+    h0: Scalar
+    i0: Scalar
+    j0: Scalar
+    captured: Captured
 
 
 class KeyRun(NamedTuple):

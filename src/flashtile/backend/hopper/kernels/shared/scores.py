@@ -15,24 +15,35 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ....gpu.grouped import without
+from .compat import Pointer, Scalar
 from .functions import reciprocal
 from .pairs import PairTensors, add_bias, hide
 from .score_mod import PairInputs, modify
 from .softmax import LOG2E
 
 
+class Slopes(NamedTuple):
+    """ALiBi slopes `[H]` or `[B, H]`."""
+
+    data: Pointer
+    stride_b: Scalar
+
+
 class ScoreParams(NamedTuple):
     """Parameters of the score transformations; absent ones are `None`."""
 
-    scale_log2: gl.tensor  # converts scores to base-2 logarithms
-    scale: gl.tensor | None  # converts <q, k> to scores; `None` where scale_log2 includes it
-    softcap: gl.tensor | None
-    slopes: gl.tensor | None  # pointer, [H] or [B, H]
-    stride_slopes_b: gl.tensor
-    sinks: gl.tensor | None  # pointer, [H]; `None` in backward, where lse includes them
-    batch: gl.tensor  # number of sequences
-    inputs: PairInputs | None  # of a score_mod
+    factor: Scalar  # converts scores to base-2 logarithms
+    multiplier: Scalar  # converts <q, k> to scores; `None` where the factor includes it
+    softcap: Scalar
+    slopes: Slopes
+    sinks: Pointer  # [H]; `None` in backward, where lse includes them
+    batch: Scalar  # number of sequences
+    inputs: PairInputs  # of a score_mod
     pairs: PairTensors  # bias and mask
+
+
+BackwardScores = without(ScoreParams, "sinks")  # lse includes them
 
 
 class Score(NamedTuple):
@@ -53,8 +64,8 @@ def forward(qk, params, b, head, shift, rows, keys, first_distance, loaded, CONF
     if SCORE_MOD is None:
         t, capped = unmodified_score(qk, params, b, head, shift, rows, keys, loaded, CONFIG)
         return Score(hide(t, pairs, block, loaded.partial, CONFIG.pair_align), capped, ())
-    elif (params.softcap is None) & (params.slopes is None) & (pairs.bias.data is None):
-        t, modified = modify(qk, params.scale, params, b, head, rows, keys, first_distance, loaded, SCORE_MOD)
+    elif (params.softcap is None) & (params.slopes.data is None) & (pairs.bias.data is None):
+        t, modified = modify(qk, params.multiplier, params, b, head, rows, keys, first_distance, loaded, SCORE_MOD)
         return Score(hide(t, pairs, block, loaded.partial, CONFIG.pair_align), qk, modified)
     else:
         t, capped = unmodified_score(qk, params, b, head, shift, rows, keys, loaded, CONFIG)
@@ -67,15 +78,15 @@ def unmodified_score(qk, params, b, head, shift, rows, keys, loaded, CONFIG: gl.
     """The score before a score_mod, and the tanh of its softcap."""
     t, capped = qk, qk
     if params.softcap is not None:
-        capped = tanh(qk * (params.scale / params.softcap))
+        capped = tanh(qk * (params.multiplier / params.softcap))
         t = params.softcap * capped
-    elif params.scale is not None:
-        t = t * params.scale
+    elif params.multiplier is not None:
+        t = t * params.multiplier
     t = add_bias(t, params.pairs, loaded.pairs, CONFIG.pair_align)
-    if params.slopes is not None:
+    if params.slopes.data is not None:
         # Tokens outside all sequences have b = batch, which has no slope; none of their pairs is visible.
         sequence = gl.minimum(b, params.batch - 1)
-        slope = gl.load(params.slopes + sequence * params.stride_slopes_b + head).to(gl.float32)
+        slope = gl.load(params.slopes.data + sequence * params.slopes.stride_b + head).to(gl.float32)
         t -= slope * gl.abs((rows + shift).to(gl.float32) - keys.to(gl.float32))
     return t, capped
 
@@ -86,9 +97,9 @@ def log2_probabilities(t, neg_lse, neg_residual, params):
     before any factor.
     """
     if len(neg_residual) > 0:
-        return (t + neg_lse) * params.scale_log2 + neg_residual[0]
+        return (t + neg_lse) * params.factor + neg_residual[0]
     else:
-        return t * params.scale_log2 + neg_lse
+        return t * params.factor + neg_lse
 
 
 @gluon.jit

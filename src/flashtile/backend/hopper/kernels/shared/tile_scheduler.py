@@ -15,7 +15,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ....gpu.grouped import without
 from .block_lists import BlockLists, list_of, load_entry
+from .compat import Pointer, Scalar
 from .masking import n_block_range
 from .pages import PageTable, lacks_pages
 from .pipeline import make_mbarriers, stage_of, wraps_of
@@ -28,28 +30,32 @@ REQUEST_DISTANCE = gl.constexpr(2)  # blocks before the end of a tile at which t
 class TileScheduler(NamedTuple):
     """Parameters of the tile scheduler of one launch."""
 
-    num_tiles: gl.tensor  # upper bound if packed
-    num_blocks: gl.tensor  # dense: blocks of rows of a head
-    total_heads: gl.tensor  # dense: heads of all sequences
-    l2_swizzle: gl.tensor  # dense: heads that share the L2 cache
-    semaphore: gl.tensor  # pointer to a zero; a dense launch resets it
-    num_heads: gl.tensor  # query heads
-    group: gl.tensor  # query heads for each key head
-    diagonal: gl.tensor  # added to seqlen_k - seqlen_q
-    num_splits: gl.tensor | None  # dense: programs that share the keys of a tile
+    num_tiles: Scalar  # upper bound if packed
+    num_blocks: Scalar  # dense: blocks of rows of a head
+    total_heads: Scalar  # dense: heads of all sequences
+    l2_swizzle: Scalar  # dense: heads that share the L2 cache
+    tile_count_semaphore: Pointer  # to a zero; a dense launch resets it
+    num_heads: Scalar  # query heads
+    group: Scalar  # query heads for each key head
+    diagonal: Scalar  # added to seqlen_k - seqlen_q
+    num_splits: Scalar  # dense: programs that share the keys of a tile
     lists: BlockLists  # dense, without splits: blocks of keys of each tile
 
 
 class SeqlenInfo(NamedTuple):
     """Sequence lengths. If packed, seqlen_q and seqlen_k are numbers of tokens and the lengths are in memory."""
 
-    seqlen_q: gl.tensor
-    seqlen_k: gl.tensor
-    cu_seqlens_q: gl.tensor | None  # [batch + 1]
-    cu_seqlens_k: gl.tensor | None
-    seqused_k: gl.tensor | None  # [batch]
-    batch: gl.tensor
-    pages: PageTable  # in pages, seqlen_k is the room for a sequence's keys
+    seqlen_q: Scalar
+    seqlen_k: Scalar
+    cu_seqlens_q: Pointer  # [batch + 1]
+    cu_seqlens_k: Pointer
+    seqused_k: Pointer  # [batch]
+    batch: Scalar
+    page_table: PageTable  # in pages, seqlen_k is the room for a sequence's keys
+
+
+PlainScheduler = without(TileScheduler, "num_splits", "lists")
+UnpagedSeqlens = without(SeqlenInfo, "page_table")
 
 
 class WorkTile(NamedTuple):
@@ -117,8 +123,8 @@ def schedule_dense_tiles(queue, scheduler, seqlens, bounds, BLOCK_M: gl.constexp
             lse_head += split * scheduler.total_heads
             end = gl.cdiv(seqlen_k, BLOCK_N)
             lo, hi = split_of(blocks.lo, blocks.hi, split, end, scheduler.num_splits)
-        if seqlens.pages.data is not None:
-            token_k = lacks_pages(seqlens.pages, b, lo * BLOCK_N, gl.minimum(hi * BLOCK_N, seqlen_k))
+        if seqlens.page_table.data is not None:
+            token_k = lacks_pages(seqlens.page_table, b, lo * BLOCK_N, gl.minimum(hi * BLOCK_N, seqlen_k))
         tile = WorkTile(
             b, head, head // scheduler.group, lse_head, first_row, lo, hi,
             seqlens.seqlen_q, seqlen_k, 0, token_k, entry,
@@ -148,9 +154,9 @@ def schedule_packed_tiles(queue, scheduler, seqlens, bounds, BLOCK_M: gl.constex
                 seqlen_k = 0
             first_row = (previous_blocks + gl.cdiv(seqlen_q, BLOCK_M) - 1 - block) * BLOCK_M
             blocks = tile_n_blocks(first_row, seqlen_q, seqlen_k, scheduler, bounds, BLOCK_M, BLOCK_N)
-            if seqlens.pages.data is not None:
+            if seqlens.page_table.data is not None:
                 stop_key = gl.minimum(blocks.hi * BLOCK_N, seqlen_k)
-                token_k = lacks_pages(seqlens.pages, b, blocks.lo * BLOCK_N, stop_key)
+                token_k = lacks_pages(seqlens.page_table, b, blocks.lo * BLOCK_N, stop_key)
             tile = WorkTile(
                 b, head, head // scheduler.group, head, first_row, blocks.lo, blocks.hi,
                 seqlen_q, seqlen_k, token_q, token_k, 0,
@@ -244,14 +250,14 @@ def publish_tile(queue, count, tile, scheduler, PACKED: gl.constexpr):
     tile_index = next_tile_index(scheduler)
     if not PACKED:  # noqa: SIM102 - a compile-time branch
         if tile_index == gl.num_programs(0) + scheduler.num_tiles - 1:  # the last fetch of the launch
-            gl.store(scheduler.semaphore, 0)
+            gl.store(scheduler.tile_count_semaphore, 0)
     return tile_index
 
 
 @gluon.jit
 def next_tile_index(scheduler):
     """The next index that no program has taken. Each tile fetches once."""
-    return gl.num_programs(0) + gl.atomic_add(scheduler.semaphore, 1, sem="relaxed")
+    return gl.num_programs(0) + gl.atomic_add(scheduler.tile_count_semaphore, 1, sem="relaxed")
 
 
 @gluon.jit
