@@ -55,7 +55,7 @@ def num_warps() -> int:
 
 
 def warp_specialize(
-    functions: Sequence[tuple[Callable[..., None], tuple]], warps: Sequence[int], registers: Sequence[int]
+    functions: Sequence[tuple[Callable[..., None], tuple]], warps: Sequence[int], registers: Sequence[int], **_: Any
 ) -> None:
     """Run functions as partitions; the first one has the warps that the kernel started with."""
     assert len(functions) == len(warps) + 1 == len(registers) + 1

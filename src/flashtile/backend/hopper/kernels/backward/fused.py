@@ -32,6 +32,7 @@ from ..shared.dropout import Dropout, both_where_kept, kept_pairs, load_stream
 from ..shared.epilogue import tma_store_columns
 from ..shared.masking import MaskBounds, m_block_range, visible_rows
 from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait, gemm_wait_with, left_operands, zero_accumulators
+from ..shared.partitions import numbered, run_partitions
 from ..shared.pipeline import (
     FIRST_BARRIER,
     NamedBarriers,
@@ -137,7 +138,8 @@ def backward_kernel(
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([MMA_M, CONFIG.block_m], q_desc.dtype)
     DS_ROWS: gl.constexpr = stages_of_ds(CONFIG) * NUM_WARPGROUPS
     ds = gl.allocate_shared_memory(q_desc.dtype, [DS_ROWS, MMA_M, CONFIG.block_m], ds_layout)
-    queue = make_tile_queue((1 if CONFIG.late_dq is not None else 2) * NUM_WARPGROUPS + 1)
+    DQ_WRITERS: gl.constexpr = 0 if CONFIG.late_dq is not None else NUM_WARPGROUPS
+    queue = make_tile_queue(NUM_WARPGROUPS + DQ_WRITERS + 1)
     fence_async_shared()
     if scheduler.splits.wave.first_tile is None:
         wait_prerequisites()
@@ -170,36 +172,18 @@ def backward_kernel(
         dq_desc, dq_accum_desc, dq_pipeline, queue, dq_semaphore, bounds, group, padded_rows, dq_parts, part_rows,
         scheduler.lists,
     )  # fmt: skip
-    if CONFIG.late_dq is not None:
-        gl.warp_specialize(
-            [
-                (consumer_warpgroup, (0, context, CONFIG, PACKED)),
-                (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
-                (
-                    backward_producer_warp,
-                    (descs, pipelines, queue, group, padded_rows, splits, params, scheduler.lists, CONFIG, PACKED),
-                ),
-                (key_scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
-            ],
-            [4, 1, 1],
-            [CONFIG.consumer_registers] + [CONFIG.producer_registers] * 2,
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (consumer_warpgroup, (0, context, CONFIG, PACKED)),
-                (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
-                (
-                    backward_producer_warp,
-                    (descs, pipelines, queue, group, padded_rows, splits, params, scheduler.lists, CONFIG, PACKED),
-                ),
-                (dq_writer_warp, (0, dq_writer, CONFIG)),
-                (dq_writer_warp, (gl.constexpr(1), dq_writer, CONFIG)),
-                (key_scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
-            ],
-            [4, 1, 1, 1, 1],
-            [CONFIG.consumer_registers] + [CONFIG.producer_registers] * 4,
-        )
+    run_partitions(
+        CONFIG,
+        numbered(consumer_warpgroup, NUM_WARPGROUPS, (context, CONFIG, PACKED)),
+        [
+            (
+                backward_producer_warp,
+                (descs, pipelines, queue, group, padded_rows, splits, params, scheduler.lists, CONFIG, PACKED),
+            )
+        ],
+        numbered(dq_writer_warp, DQ_WRITERS, (dq_writer, CONFIG)),
+        [(key_scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED))],
+    )
     if scheduler.splits.wave.first_tile is not None:
         wait_prerequisites()
 

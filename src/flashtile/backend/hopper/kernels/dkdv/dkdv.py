@@ -29,6 +29,7 @@ from ..shared.dropout import Dropout, kept_pairs, load_stream, where_kept
 from ..shared.epilogue import OutputTensor, store_accumulators
 from ..shared.masking import MaskBounds, m_block_range, visible_rows
 from ..shared.mma import MMA_M, gemm_rs, gemm_wait
+from ..shared.partitions import run_partitions
 from ..shared.parts import add_product, large_product, small_products, zero_sums
 from ..shared.pipeline import (
     FIRST_BARRIER,
@@ -109,18 +110,16 @@ def dkdv_kernel(
 
     group, padded_rows, splits = scheduler.group, scheduler.padded_rows, scheduler.splits
     context = DkdvContext(pipelines, splits, weights, group, bounds, params, neg_residual, dropout, queue)
-    gl.warp_specialize(
+    run_partitions(
+        CONFIG,
+        [(dv_warpgroup, (context, dv, columns_v, CONFIG)), (dk_warpgroup, (context, dk, columns, scale, CONFIG))],
         [
-            (dv_warpgroup, (context, dv, columns_v, CONFIG)),
-            (dk_warpgroup, (context, dk, columns, scale, CONFIG)),
             (
                 backward_producer_warp,
                 (descs, pipelines, queue, group, padded_rows, splits, params, scheduler.lists, CONFIG, PACKED),
             ),
             (key_scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
         ],
-        [4, 1, 1],
-        [CONFIG.consumer_registers, CONFIG.producer_registers, CONFIG.producer_registers],
     )
     wait_prerequisites()  # what is launched next expects dq, too
 

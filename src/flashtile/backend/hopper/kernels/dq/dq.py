@@ -26,6 +26,7 @@ from ..shared.epilogue import OutputTensor, store_accumulators
 from ..shared.masking import MaskBounds, n_block_range, visible_keys
 from ..shared.mma import MMA_M, left_operands
 from ..shared.pairs import PairBlock
+from ..shared.partitions import numbered, run_partitions
 from ..shared.parts import LEFT, add_product, issue_large_product, large_product, small_products, zero_sums
 from ..shared.pipeline import (
     FIRST_BARRIER,
@@ -103,27 +104,14 @@ def dq_kernel(
     context = DqContext(
         pipelines, row_stats, dq, columns, scale, queue, bounds, scheduler.diagonal, params, dropout
     )  # fmt: skip
-    if NUM_WARPGROUPS == 1:
-        gl.warp_specialize(
-            [
-                (consumer_warpgroup, (0, context, CONFIG, PACKED)),
-                (dq_producer_warp, (q_desc, k_desc, v_desc, dout_desc, pipelines, queue, CONFIG, PACKED)),
-                (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
-            ],
-            [1, 1],
-            [CONFIG.producer_registers, CONFIG.producer_registers],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (consumer_warpgroup, (0, context, CONFIG, PACKED)),
-                (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
-                (dq_producer_warp, (q_desc, k_desc, v_desc, dout_desc, pipelines, queue, CONFIG, PACKED)),
-                (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
-            ],
-            [4, 1, 1],
-            [CONFIG.consumer_registers, CONFIG.producer_registers, CONFIG.producer_registers],
-        )
+    run_partitions(
+        CONFIG,
+        numbered(consumer_warpgroup, NUM_WARPGROUPS, (context, CONFIG, PACKED)),
+        [
+            (dq_producer_warp, (q_desc, k_desc, v_desc, dout_desc, pipelines, queue, CONFIG, PACKED)),
+            (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
+        ],
+    )
 
 
 @gluon.jit

@@ -16,6 +16,7 @@ from ..shared.coordinates import kv_coord, q_coord
 from ..shared.epilogue import OutputTensor, store_accumulators
 from ..shared.masking import MaskBounds, n_block_range, visible_keys
 from ..shared.mma import MMA_M, scale_rows
+from ..shared.partitions import numbered, run_partitions
 from ..shared.parts import add_product, large_product, small_products, zero_sums
 from ..shared.pipeline import (
     FIRST_BARRIER,
@@ -94,15 +95,13 @@ def float32_forward_kernel(
     context = Context(
         pipelines, out, columns, lse, stride_lse, queue, bounds, scheduler.diagonal, factor, multiplier
     )  # fmt: skip
-    gl.warp_specialize(
+    run_partitions(
+        CONFIG,
+        numbered(consumer_warpgroup, NUM_WARPGROUPS, (context, CONFIG, PACKED)),
         [
-            (consumer_warpgroup, (0, context, CONFIG, PACKED)),
-            (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
             (producer_warp, (q_desc, k_desc, v_desc, pipelines, queue, CONFIG, PACKED)),
             (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
         ],
-        [4, 1, 1],
-        [CONFIG.consumer_registers, CONFIG.producer_registers, CONFIG.producer_registers],
     )
 
 

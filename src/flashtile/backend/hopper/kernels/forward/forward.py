@@ -20,6 +20,7 @@ from ..shared.dropout import Dropout, load_stream
 from ..shared.epilogue import tma_store_columns
 from ..shared.masking import MaskBounds
 from ..shared.mma import MMA_M, gemm_rs, gemm_wait, scale_rows
+from ..shared.partitions import numbered, run_partitions
 from ..shared.pipeline import (
     FIRST_BARRIER,
     LAST_BARRIER,
@@ -87,72 +88,27 @@ def forward_kernel(
         out_desc, smem, lse, residual, stride_lse, None if scheduler.num_splits is None else scheduler.num_heads
     )
     context = ForwardContext(pipelines, outputs, queue, bounds, scheduler.diagonal, params, dropout, lists, pages)
-    if CONFIG.page_rows > 0 and CONFIG.num_warpgroups == 2:
-        gl.warp_specialize(
+    if CONFIG.page_rows > 0:
+        run_partitions(
+            CONFIG,
+            numbered(consumer_warpgroup, CONFIG.num_warpgroups, (context, CONFIG, PACKED)),
             [
-                (consumer_warpgroup, (0, context, CONFIG, PACKED)),
-                (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
                 (keys_warp, (q_desc, k_desc, pipelines, queue, pages, CONFIG, PACKED)),
                 (values_warp, (v_desc, pipelines, queue, pages, CONFIG)),
                 (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
             ],
-            [4, 1, 1, 1],
-            [CONFIG.consumer_registers] + [CONFIG.producer_registers] * 3,
-        )
-    elif CONFIG.page_rows > 0:
-        gl.warp_specialize(
-            [
-                (consumer_warpgroup, (0, context, CONFIG, PACKED)),
-                (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
-                (consumer_warpgroup, (gl.constexpr(2), context, CONFIG, PACKED)),
-                (keys_warp, (q_desc, k_desc, pipelines, queue, pages, CONFIG, PACKED)),
-                (values_warp, (v_desc, pipelines, queue, pages, CONFIG)),
-                (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
-            ],
-            [4, 4, 1, 1, 1],
-            [CONFIG.consumer_registers] * 2 + [CONFIG.producer_registers] * 3,
-        )
-    elif CONFIG.num_warpgroups == 1:
-        gl.warp_specialize(
-            [
-                (consumer_warpgroup, (0, context, CONFIG, PACKED)),
-                (
-                    producer_warp,
-                    (q_desc, k_desc, v_desc, bias_desc, pipelines, queue, params, lists, CONFIG, PACKED),
-                ),
-                (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
-            ],
-            [1, 1],
-            [CONFIG.producer_registers] * 2,
-        )
-    elif CONFIG.num_warpgroups == 2:
-        gl.warp_specialize(
-            [
-                (consumer_warpgroup, (0, context, CONFIG, PACKED)),
-                (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
-                (
-                    producer_warp,
-                    (q_desc, k_desc, v_desc, bias_desc, pipelines, queue, params, lists, CONFIG, PACKED),
-                ),
-                (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
-            ],
-            [4, 1, 1],
-            [CONFIG.consumer_registers] + [CONFIG.producer_registers] * 2,
         )
     else:
-        gl.warp_specialize(
+        run_partitions(
+            CONFIG,
+            numbered(consumer_warpgroup, CONFIG.num_warpgroups, (context, CONFIG, PACKED)),
             [
-                (consumer_warpgroup, (0, context, CONFIG, PACKED)),
-                (consumer_warpgroup, (gl.constexpr(1), context, CONFIG, PACKED)),
-                (consumer_warpgroup, (gl.constexpr(2), context, CONFIG, PACKED)),
                 (
                     producer_warp,
                     (q_desc, k_desc, v_desc, bias_desc, pipelines, queue, params, lists, CONFIG, PACKED),
                 ),
                 (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
             ],
-            [4, 4, 1, 1],
-            [CONFIG.consumer_registers] * 2 + [CONFIG.producer_registers] * 2,
         )
 
 
