@@ -220,11 +220,11 @@ def test_late_dq(name: str, row_splits: int) -> None:
     """Also with more rows than keys."""
     package = emulated_kernels().__package__
     case = case_of(name, hash_of(name), "cpu", (193, 255, 384, 288))
-    fused = importlib.import_module(f"{package}.kernels.backward.fused")
+    mainloop = importlib.import_module(f"{package}.kernels.backward.mainloop")
     with (
         mock.patch.object(candidates, "DQ_LENGTH", 193),
         forced(support, backward=first(where=adds_late, row_splits=row_splits)),
-        mock.patch.object(fused, "add_dq", side_effect=fused.add_dq) as add_dq,
+        mock.patch.object(mainloop, "add_dq", side_effect=mainloop.add_dq) as add_dq,
     ):
         assert wrong(case, seed=0) == []
     assert add_dq.call_count > 0
@@ -323,7 +323,7 @@ MAINLOOP, PIPELINE = "kernels/forward/mainloop.py", "kernels/shared/pipeline.py"
 FORWARD, PRODUCER = "kernels/forward/forward.py", "kernels/forward/producer.py"
 EPILOGUE, MASKING, SOFTMAX = (f"kernels/shared/{name}.py" for name in ("epilogue", "masking", "softmax_ptx"))
 SCHEDULER, COLUMN_MASKS = "kernels/shared/tile_scheduler.py", "kernels/shared/column_masks.py"
-FUSED, DQ_SHARE, DQ_WRITER = (f"kernels/backward/{name}.py" for name in ("fused", "dq_share", "dq_writer"))
+STEPS, DQ_SHARE, DQ_WRITER = (f"kernels/backward/{name}.py" for name in ("mainloop", "dq_share", "dq_writer"))
 KEY_SCHEDULER = "kernels/backward/tile_scheduler.py"
 DQ, DKDV, KEYS = "kernels/dq/dq.py", "kernels/dkdv/dkdv.py", "kernels/dkdv/keys.py"
 LATE_DQ = "kernels/backward/late_dq.py"
@@ -436,8 +436,8 @@ BUGS = (
     Bug("ds of missing keys left from before", DQ_SHARE, "if step < DS_STAGES:", "if step < 1:", "full 64", (300, 190)),
     Bug("no fence before dq's product", DQ_SHARE, "fence_async_shared()  # for both", "# for both"),
     Bug("no fence before dq is written", DQ_WRITER, "fence_async_shared()  # for", "# for"),
-    Bug("rows released before dk is complete", FUSED, f"{WAIT_DK}{RELEASE_ROWS}", f"{RELEASE_ROWS}{WAIT_DK}", seed=9),
-    Bug("one chunk's product read in flight", FUSED, "(2 * CHUNKS, deps=(dq,", "(3 * CHUNKS, deps=(dq,", "causal 96"),
+    Bug("rows released before dk is complete", STEPS, f"{WAIT_DK}{RELEASE_ROWS}", f"{RELEASE_ROWS}{WAIT_DK}", seed=9),
+    Bug("one chunk's product read in flight", STEPS, "(2 * CHUNKS, deps=(dq,", "(3 * CHUNKS, deps=(dq,", "causal 96"),
     Bug("dq in another order", SWIZZLE, "[0, 2, 1, 3, 4, 6, 5, 7]", "[0, 2, 4, 1, 3, 6, 5, 7]", "causal 80"),
     Bug(
         "staged dq overwritten before it is read",
@@ -495,13 +495,20 @@ BUGS = (
     Bug("octets of the wider block", DROPOUT, "octet + CALLS * thread", "octet + 4 * thread", "dropout 256", (1, 30)),
     Bug(
         "dropped pairs in dp",
-        FUSED,
-        "dp, p = both_where_kept(kept",
-        "_, p = both_where_kept(kept",
+        STEPS,
+        "dp, p = both_where_kept(block.kept",
+        "_, p = both_where_kept(block.kept",
         "dropout 128",
         (1, 30),
     ),
-    Bug("bits of the block before", FUSED, "next_coord.first_row,", "block.first_row,", "dropout 128", (129, 130)),
+    Bug(
+        "bits of the block before",
+        STEPS,
+        "coord.first_row, first_key, zeros",
+        "gl.maximum(coord.first_row - CONFIG.block_m, 0), first_key, zeros",
+        "dropout 128",
+        (129, 130),
+    ),
     Bug("no wait for keys in registers", KEYS, "consumer_wait(rows, count, CONFIG.stages)", "pass", "window 192"),
     Bug("dv without dropout's factor", DKDV, "else dropout.keep_scale", "else 1.0", "dropout 256", (1, 30)),
     Bug("slopes of another head", SLOPES, "num_heads + block.head", "num_heads + tile.head_k", "slopes and window 96"),

@@ -66,31 +66,49 @@ def store_dq(smem, dq, scale, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def compute_dq_alone(warpgroup: gl.constexpr, context, tile, tile_count, count, CONFIG: gl.constexpr):
-    """As `compute_tile`, for a warpgroup whose keys are past the last one: shares of dq from the other one's keys."""
-    BLOCK_M: gl.constexpr = CONFIG.block_m
-    pipelines, outputs = context.pipelines, context.outputs
-    k, v, dq_pipeline = pipelines.k, pipelines.v, outputs.dq_pipeline
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+def begin_tile(k, v, tile_count):
+    """Wait for all keys and values of a tile, and for the memory of its results."""
     for h in gl.static_range(NUM_WARPGROUPS):
         consumer_wait(k, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
         consumer_wait(v, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
     tma.store_wait(0)  # TMA has read the previous tile's dk
     thread_barrier()
+
+
+@gluon.jit
+def end_tile(k, v, tile_count):
+    """Release the keys and values of a tile."""
+    for h in gl.static_range(NUM_WARPGROUPS):
+        consumer_release(k.empty, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
+        consumer_release(v.empty, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
+
+
+@gluon.jit
+def hand_over_dq(outputs, dq, count, warpgroup: gl.constexpr, CONFIG: gl.constexpr):
+    """Hand the warpgroup's share of the dq of block number `count` to the warp that writes it."""
+    dq_pipeline = outputs.dq_pipeline
+    mbarrier.wait(dq_pipeline.empty.index(warpgroup), (count & 1) ^ 1)
+    store_dq(dq_pipeline.smem.index(warpgroup), dq, outputs.scale, CONFIG)
+    barrier_arrive(dq_pipeline.full.first + warpgroup, dq_pipeline.full.threads)
+
+
+@gluon.jit
+def compute_dq_alone(warpgroup: gl.constexpr, context, tile, tile_count, count, CONFIG: gl.constexpr):
+    """As `compute_tile`, for a warpgroup whose keys are past the last one: shares of dq from the other one's keys."""
+    BLOCK_M: gl.constexpr = CONFIG.block_m
+    pipelines, outputs = context.pipelines, context.outputs
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    begin_tile(pipelines.k, pipelines.v, tile_count)
     steps = context.group * (tile.hi - tile.lo)
     for step in range(steps):
         stage = stage_of(count, DS_STAGES) * NUM_WARPGROUPS
         if step < DS_STAGES:
             ds = gl.zeros([MMA_M, BLOCK_M], outputs.ds.dtype, s_layout)
             outputs.ds.index(stage + warpgroup).store(ds)
-        dq = start_dq(outputs.ds, k, stage, warpgroup, CONFIG)
+        dq = start_dq(outputs.ds, pipelines.k, stage, warpgroup, CONFIG)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        mbarrier.wait(dq_pipeline.empty.index(warpgroup), (count & 1) ^ 1)
-        store_dq(dq_pipeline.smem.index(warpgroup), dq, outputs.scale, CONFIG)
-        barrier_arrive(dq_pipeline.full.first + warpgroup, dq_pipeline.full.threads)
+        hand_over_dq(outputs, dq, count, warpgroup, CONFIG)
         consumer_release(pipelines.rows.empty, count, CONFIG.stages)
         count += 1
-    for h in gl.static_range(NUM_WARPGROUPS):
-        consumer_release(k.empty, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
-        consumer_release(v.empty, tile_count * NUM_WARPGROUPS + h, NUM_WARPGROUPS)
+    end_tile(pipelines.k, pipelines.v, tile_count)
     return count
