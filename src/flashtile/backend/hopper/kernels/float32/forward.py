@@ -1,7 +1,7 @@
 """Forward kernel of float32 for Hopper, in Gluon: products of bfloat16 parts (`shared.parts`) and compensated sums.
 
 A scheduler warp, a producer warp, and two consumer warpgroups of 64 rows each; the products of one overlap the softmax
-of the other. Row maxima are rounded up to whole base-2 logarithms, so that sums are rescaled by powers of two, exactly.
+of the other.
 """
 
 from typing import NamedTuple
@@ -35,7 +35,7 @@ from ..shared.pipeline import (
     stage_chunks,
 )
 from ..shared.ptx import opaque, wait_prerequisites
-from ..shared.softmax import FLOAT_MAX, INFINITY, LN2, log2
+from ..shared.softmax import INFINITY
 from ..shared.tile_scheduler import (
     REQUEST_DISTANCE,
     PlainScheduler,
@@ -46,6 +46,7 @@ from ..shared.tile_scheduler import (
     request_tile,
     scheduler_warp,
 )
+from . import softmax
 
 NUM_WARPGROUPS = gl.constexpr(2)
 
@@ -152,9 +153,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         first_row = tile.first_row + warpgroup * MMA_M
         shift = tile.seqlen_k - tile.seqlen_q + context.diagonal
         blocks = n_block_range(bounds, first_row, first_row + (MMA_M - 1), shift, tile.seqlen_k, BLOCK_N)
-        row_max = gl.full([MMA_M], -INFINITY, gl.float32, row_layout)
-        l = gl.zeros([MMA_M], gl.float32, row_layout)  # noqa: E741
-        l_compensation = gl.zeros([MMA_M], gl.float32, row_layout)
+        state = softmax.initial_state(MMA_M, row_layout)
         acc = zero_sums(HEAD_DIM)
         mbarrier.wait(q.full.index(warpgroup), tile_count & 1)
         for n in range(tile.lo, tile.hi):
@@ -171,36 +170,27 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
                 t = t * context.multiplier
             if (block >= blocks.full_hi) | (block < blocks.full_lo):
                 t = where_bits(visible_keys(t, bounds, first_row, first_key, shift, tile.seqlen_k), t, -INFINITY)
-            # A GPU's maximum drops NaN, sums do not. The subtrahend is finite, so that p of -inf is 0, of +inf is +inf.
-            new_max = gl.maximum(row_max, gl.ceil(gl.max(t, 1) * context.factor))
-            subtrahend = gl.minimum(gl.maximum(new_max, -FLOAT_MAX), FLOAT_MAX)
-            p = gl.exp2(t * context.factor - gl.expand_dims(subtrahend, 1))
-            alpha = gl.where(row_max == new_max, 1.0, gl.exp2(row_max - subtrahend))
-            row_max = new_max
-            part = l_compensation * alpha + gl.sum(p, 1)
-            new_l = l * alpha + part
-            l_compensation = gl.maximum(part - (new_l - l * alpha), -FLOAT_MAX)
-            l = new_l  # noqa: E741
+            state, alpha, p = softmax.update(state, t, context.factor)
             consumer_wait(kv, 2 * count + 1, STAGES)
             v_j = stage_chunks(kv, 2 * opaque(count) + 1, STAGES, HEAD_DIM)
             acc = add_product(acc, p, v_j, dtype, HEAD_DIM, alpha)
             consumer_release(kv.empty, 2 * count + 1, STAGES)
             count += 1
-        store_rows(context, tile, first_row, row_max, l, acc, HEAD_DIM)
+        store_rows(context, tile, first_row, state, acc, HEAD_DIM)
         tile_count += 1
         tile = pop_tile(queue, tile_count)
 
 
 @gluon.jit
-def store_rows(context, tile, first_row, row_max, l, acc, HEAD_DIM: gl.constexpr):  # noqa: E741
-    """Store 64 rows of the results. Rows without keys give 0 and -inf; a score of +inf makes the row NaN."""
-    weight = gl.where(l == INFINITY, float("nan"), 1.0 / gl.where(l == 0, 1.0, l))
-    row = first_row + gl.arange(0, MMA_M, l.type.layout)
+def store_rows(context, tile, first_row, state, acc, HEAD_DIM: gl.constexpr):
+    """Store 64 rows of the results."""
+    inv_l, lse = softmax.finalize(state)
+    row = first_row + gl.arange(0, MMA_M, lse.type.layout)
     lse_rows = context.lse + tile.lse_head.to(gl.int64) * context.stride_lse + tile.token_q + row
-    gl.store(lse_rows, (row_max + log2(gl.where(l == 0, 1.0, l))) * LN2, mask=row < tile.seqlen_q)
+    gl.store(lse_rows, lse, mask=row < tile.seqlen_q)
     out = ()
     for c in gl.static_range(len(HEAD_DIM.chunks)):
-        out = out + (scale_rows(acc[c], weight),)
+        out = out + (scale_rows(acc[c], inv_l),)
     store_accumulators(
         context.output, context.columns, out, 1.0, tile.b, tile.head, tile.token_q, first_row, tile.seqlen_q, HEAD_DIM
     )
