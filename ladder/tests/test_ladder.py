@@ -19,12 +19,18 @@ from flashtile.testing.case import Case
 from flashtile.testing.tolerance import compare
 from flashtile_ladder import (
     STEPS,
+    block_sparse,
+    running_lse,
+    softmax_passes,
     step01_softmax,
     step02_autograd,
     step03_cpp,
     step05_flash1,
     step07_numba,
     step10_variants,
+    stream_k,
+    tiled_matmul,
+    unified_max,
 )
 
 needs_compiler = pytest.mark.skipif(step03_cpp.compiler() is None, reason="there is no C++ compiler")
@@ -454,3 +460,34 @@ def test_a_deterministic_backward_does_not_depend_on_who_comes_first() -> None:
 
     assert bits(deterministic=False) > 1
     assert bits(deterministic=True) == 1
+
+
+# Shapes --------------------------------------------------------------------------------------------------------------
+
+OTHER_FILES: dict[str, Callable[..., Any]] = {
+    "softmax passes": softmax_passes.attention,
+    "running lse": running_lse.attention,
+    "stream-K": stream_k.attention,
+    "unified max": unified_max.attention,
+    "block sparse": lambda q, k, v: block_sparse.attention(q, k, v, torch.ones(1, 1) > 0),
+    "tiles without softmax": lambda q, k, v: tiled_matmul.chained(q, k, v, 4),
+}
+
+
+@pytest.mark.parametrize("name", [*RUNS, *OTHER_FILES])
+def test_keys_of_another_length_are_refused(name: str) -> None:
+    """A loop over the rows of q would leave keys out without a word."""
+    q, keys = torch.randn(7, 4), torch.randn(9, 4)
+    if name in OTHER_FILES:
+        with pytest.raises(ValueError, match=r"\(7, 4\), \(9, 4\)"):
+            OTHER_FILES[name](q, keys, keys)
+        return
+    run = RUNS[name]
+    for k, v in ((keys, keys), (q, keys), (q[:, :2], q)):
+        with pytest.raises(ValueError, match="one shape"):
+            run.results(q, k, v, q)
+    if run.backward and run.module != "step02_autograd":  # whose graph knows its leaves
+        module = step(run.module)
+        rows = (lambda x: x.tolist()) if run.module == "step02_floats" else (lambda x: x)
+        with pytest.raises(ValueError, match="one shape"):
+            module.backward(rows(q), rows(keys), rows(keys), rows(q), rows(q[:, 0]), rows(q))

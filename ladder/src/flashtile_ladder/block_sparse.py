@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._host.shapes import one_shape
 from .counted import count
 
 BLOCK_M, BLOCK_N = 64, 64
@@ -42,7 +43,7 @@ def attention(
     Raises:
         ValueError: `blocks` has another shape.
     """
-    n, d = q.shape
+    n, d = one_shape(q, k, v)
     scale = 1 / math.sqrt(d) if scale is None else scale
     row_blocks, key_blocks = ([slice(i, min(i + b, n)) for i in range(0, n, b)] for b in (block_m, block_n))
     if tuple(blocks.shape) != (len(row_blocks), len(key_blocks)):

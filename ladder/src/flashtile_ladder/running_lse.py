@@ -22,6 +22,8 @@ import math
 import torch
 from torch import Tensor
 
+from ._host.shapes import one_shape
+
 BLOCK_M, BLOCK_N = 64, 64
 
 
@@ -40,7 +42,7 @@ def attention(
 
     `shift` is "scores", the largest score so far, or "lse", the larger of the running lse and the tile's scores.
     """
-    n, d = q.shape
+    n, d = one_shape(q, k, v)
     scale = 1 / math.sqrt(d) if scale is None else scale
     out, lse = torch.empty_like(q), q.new_empty(n)  # [N, d], [N]
     for first in range(0, n, block_m):

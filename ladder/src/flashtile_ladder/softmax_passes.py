@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from . import step06_flash2
+from ._host.shapes import one_shape
 from .counted import count
 
 Row = Any  # a Tensor, or a Counted one
@@ -71,7 +72,7 @@ def attention(
     block_n: int = step06_flash2.BLOCK_N,
 ) -> tuple[Row, Row]:
     """`[N, d]` to out `[N, d]` and lse `[N]`, in two passes over the keys for each block of rows."""
-    n, d = q.shape
+    n, d = one_shape(q, k, v)
     scale = 1 / math.sqrt(d) if scale is None else scale
     out, lse = q.new_empty((n, d)), q.new_empty((n,))
     for rows in step06_flash2.cut(0, n, block_m):

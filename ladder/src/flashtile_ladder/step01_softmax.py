@@ -21,6 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._host.shapes import one_shape
+
 
 def naive_softmax(x: Tensor) -> Tensor:
     """`[N]` to `[N]`, as defined: inf / inf = NaN as soon as one score exceeds log(largest number), 88.7 in float32."""
@@ -83,7 +85,7 @@ def attention_in_passes(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention with the safe softmax: for each row, scores are made once and read three times, then the values."""
-    n, d = q.shape
+    n, d = one_shape(q, k, v)
     scale = 1 / math.sqrt(d) if scale is None else scale
     out, lse = torch.zeros_like(q), q.new_zeros(n)  # [N, d], [N]
     for i in range(n):
@@ -109,7 +111,7 @@ def attention(
 
     After every key, o_j is the attention over the keys seen so far.
     """
-    n, d = q.shape
+    n, d = one_shape(q, k, v)
     scale = 1 / math.sqrt(d) if scale is None else scale
     out, lse = q.new_empty((n, d)), q.new_empty((n,))
     for i in range(n):

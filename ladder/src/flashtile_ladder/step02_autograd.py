@@ -13,6 +13,8 @@ without.
 import math
 from collections.abc import Sequence
 
+from ._host.shapes import one_shape
+
 
 class Value:
     """A number in a graph: what it is, what it was made from, and dL/d(itself) once backward has come by."""
@@ -78,7 +80,7 @@ def attention(
 
     The maximum m is a plain number: it cancels out of every result, so no derivative flows through it.
     """
-    n, d = len(q), len(q[0])
+    n, d = one_shape(q, k, v)
     scale = 1 / math.sqrt(d) if scale is None else scale
     out, lse = [], []
     for i in range(n):

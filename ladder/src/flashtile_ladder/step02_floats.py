@@ -15,6 +15,8 @@ makes them again from the row's log-sum-exp, p_ij = exp(s_ij - lse_i), instead o
 import math
 from collections.abc import Sequence
 
+from ._host.shapes import one_shape
+
 Rows = Sequence[Sequence[float]]
 
 
@@ -26,7 +28,7 @@ def attention(
     q: Rows, k: Rows, v: Rows, causal: bool = False, scale: float | None = None
 ) -> tuple[list[list[float]], list[float]]:
     """`[N][d]` numbers to out `[N][d]` and lse `[N]`, row by row with the safe softmax of step 1."""
-    n, d = len(q), len(q[0])
+    n, d = one_shape(q, k, v)
     scale = 1 / math.sqrt(d) if scale is None else scale
     out, lse = [], []
     for i in range(n):
@@ -56,7 +58,7 @@ def backward(
     scale: float | None = None,
 ) -> tuple[list[list[float]], list[list[float]], list[list[float]]]:
     """dq, dk, dv `[N][d]`: the five formulas above, one pair (i, j) at a time."""
-    n, d = len(q), len(q[0])
+    n, d = one_shape(q, k, v)
     scale = 1 / math.sqrt(d) if scale is None else scale
     dq, dk, dv = ([[0.0] * d for _ in range(n)] for _ in range(3))
     for i in range(n):

@@ -24,11 +24,14 @@ import math
 import torch
 from torch import Tensor
 
+from ._host.shapes import one_shape
+
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """`[N, d]` to out `[N, d]` and lse `[N]`."""
+    one_shape(q, k, v)
     s = hide_future(scaled(q, scale) @ k.mT, causal)  # [N, N]
     lse = torch.logsumexp(s, dim=-1)  # [N]; before P, for it needs N² numbers for a moment
     p = torch.softmax(s, dim=-1)  # [N, N]
@@ -39,7 +42,7 @@ def attention_in_kernels(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out `[N, d]`, lse `[N]` and p `[N, N]` by three kernels that meet only in HBM."""
-    n, d = q.shape
+    n, d = one_shape(q, k, v)
     s, p, out, lse = q.new_empty((n, n)), q.new_empty((n, n)), q.new_empty((n, d)), q.new_empty((n,))
     s[:] = hide_future(scaled(q[:], scale) @ k[:].mT, causal)  # reads Q, K; writes S
     p[:], lse[:] = softmax_and_lse(s[:])  # reads S; writes P, and N numbers
@@ -63,7 +66,7 @@ def backward(
 
     dV = Pᵀ dO        dP = dO Vᵀ        dS = P ∘ (dP - delta)        dQ = scale dS K        dK = scale dSᵀ Q
     """
-    n, d = q.shape
+    n, d = one_shape(q, k, v)
     factor = 1 / math.sqrt(d) if scale is None else scale
     dq, dk, dv = (q.new_empty((n, d)) for _ in range(3))
     dp, ds = q.new_empty((n, n)), q.new_empty((n, n))

@@ -24,6 +24,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ._host.shapes import one_shape
+
 M = 48 * 1024  # elements of SRAM: 192 KB of float32, as on an A100
 Tile = tuple[slice, slice]  # rows, keys
 
@@ -52,7 +54,7 @@ def attention(
     `rng_state` (of a `torch.Generator` on q's device, from `get_state()`) is the R of the paper: give the same one to
     `backward`.
     """
-    n, d = q.shape
+    n, d = one_shape(q, k, v)
     scale = 1 / math.sqrt(d) if scale is None else scale
     generator = restored(rng_state, q.device) if dropout_p else None
     out, l, m = q.new_zeros((n, d)), q.new_zeros((n,)), q.new_full((n,), -math.inf)  # noqa: E741
@@ -101,7 +103,7 @@ def backward(
 
     Z is dropout's factor: 0, or 1 / (1 - dropout_p).
     """
-    n, d = q.shape
+    n, d = one_shape(q, k, v)
     scale = 1 / math.sqrt(d) if scale is None else scale
     generator = restored(rng_state, q.device) if dropout_p else None
     dq, dk, dv = q.new_zeros((n, d)), q.new_empty((n, d)), q.new_empty((n, d))

@@ -26,6 +26,8 @@ import math
 import torch
 from torch import Tensor
 
+from ._host.shapes import one_shape
+
 BLOCK_M, BLOCK_N = 128, 128
 
 
@@ -40,7 +42,7 @@ def attention(
     block_n: int = BLOCK_N,
 ) -> tuple[Tensor, Tensor]:
     """`[N, d]` to out `[N, d]` and lse `[N]`, in tiles of `block_m` rows and `block_n` keys."""
-    n, d = q.shape
+    n, d = one_shape(q, k, v)
     scale = 1 / math.sqrt(d) if scale is None else scale
     out, lse = q.new_empty((n, d)), q.new_empty((n,))
     for rows in cut(0, n, block_m):
@@ -80,7 +82,7 @@ def backward(
     S = Q Kᵀ      P = exp(S - lse)      dP = dO Vᵀ      dS = P ∘ (dP - delta)
     dV += Pᵀ dO                         dK += dSᵀ Q     dQ += dS K
     """
-    n, d = q.shape
+    n, d = one_shape(q, k, v)
     scale = 1 / math.sqrt(d) if scale is None else scale
     dq, dk, dv = q.new_zeros((n, d)), q.new_empty((n, d)), q.new_empty((n, d))
     delta = q.new_empty((n,))

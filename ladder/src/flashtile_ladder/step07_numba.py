@@ -24,6 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ._host.shapes import one_shape
+
 BLOCK_M, BLOCK_N = 32, 64
 
 
@@ -102,7 +104,7 @@ def attention(
         NumbaUnavailableError: Numba is not installed.
     """
     run = compiled()
-    n, d = q.shape
+    n, d = one_shape(q, k, v)
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(n)
     arrays = [x.detach().contiguous().numpy() for x in (q, k.mT, v)]  # [N, d], [d, N], [N, d]
     # numbers of q's dtype: a Python float would make all arithmetic float64

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ._host.shapes import one_shape
 from .step07_numba import NumbaUnavailableError, require_numba
 
 cuda: Any
@@ -108,7 +109,7 @@ def attention(
     reason = unavailable(q.device)
     if reason is not None:
         raise NumbaUnavailableError(f"step 7 of the ladder cannot run this call: {reason}")
-    n, d = q.shape
+    n, d = one_shape(q, k, v)
     scale = 1 / math.sqrt(d) if scale is None else scale
     out, lse = torch.empty((n, d), device=q.device), torch.empty(n, device=q.device)
     tensors = [x.detach().contiguous() for x in (q, k, v)]

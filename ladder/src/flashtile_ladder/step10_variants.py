@@ -27,6 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ._host.shapes import one_shape
+
 BLOCK = 64
 
 
@@ -167,12 +169,14 @@ def attention(
     `window` is (left, right), both at least 0: row i sees the keys i - left .. i + right.
     """
     given = {"window": window, "softcap": softcap, "alibi_slope": alibi_slope, "dropout_p": dropout_p, "seed": seed}
-    features, values = asked(q, causal, scale, **given)
+    features, values = asked(q, k, v, causal, scale, **given)
     return variant(features)(q, k, v, values)
 
 
 def asked(  # the keywords of `attention` and `backward`
     q: Tensor,
+    k: Tensor,
+    v: Tensor,
     causal: bool,
     scale: float | None,
     *,
@@ -183,7 +187,7 @@ def asked(  # the keywords of `attention` and `backward`
     seed: int = 0,
 ) -> tuple[Features, Values]:
     """The features that a call is compiled for, and the numbers that it passes."""
-    n, d = q.shape
+    n, d = one_shape(q, k, v)
     given = (window is not None, softcap is not None, alibi_slope is not None, dropout_p > 0)
     scale = 1 / math.sqrt(d) if scale is None else scale
     values = Values(scale, window or (0, 0), softcap or 0, alibi_slope or 0, dropout_p, seed)
@@ -239,7 +243,7 @@ def backward(
     if deterministic:  # workers come in any order, but each takes its own blocks w, w + A, w + 2A, ... in this one
         own = [iter(range(worker, len(order), workers)) for worker in range(workers)]
         order = [next(own[block % workers]) for block in order]
-    chosen, values = asked(q, causal, scale, **features)
+    chosen, values = asked(q, k, v, causal, scale, **features)
     compiled = variant(chosen._replace(uneven=False), BACKWARD_LINES)
     dk, dv = compiled(q, k, v, out, lse, dout, values, order, accumulators)
     dq = accumulators[0]

@@ -22,6 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._host.shapes import one_shape
+
 BLOCK_M, BLOCK_N = 64, 64
 
 
@@ -56,7 +58,7 @@ def attention(
 
     Causal makes tiles unequal and is masked only: a schedule for it would count visible tiles.
     """
-    n, d = q.shape
+    n, d = one_shape(q, k, v)
     scale = 1 / math.sqrt(d) if scale is None else scale
     out, lse = torch.zeros_like(q), q.new_full((n,), -math.inf)  # [N, d], [N]
     i = torch.arange(n, device=q.device)

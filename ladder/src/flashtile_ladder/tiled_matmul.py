@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._host.shapes import one_shape
 from .counted import count
 
 Matrix = Any  # a Tensor, or a Counted one
@@ -42,7 +43,7 @@ def matmul(a: Matrix, b: Matrix, tile: int) -> tuple[Matrix]:
 
 def chained(q: Matrix, k: Matrix, v: Matrix, tile: int) -> tuple[Matrix]:
     """O = (Q Kᵀ) V, `[N, d]` each: row blocks outside, key blocks inside; S exists one tile at a time."""
-    n, d = q.shape
+    n, d = one_shape(q, k, v)
     out = q.new_empty((n, d))
     for rows in cut(n, tile):
         q_i = q[rows]  # [T, d], read once

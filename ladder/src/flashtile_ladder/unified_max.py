@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from . import step06_flash2
+from ._host.shapes import one_shape
 
 RANGE = 40.0  # exp(40) times 2^20 keys times values of 1e6 is 1e30
 
@@ -38,7 +39,7 @@ def attention(
     parts: int = 4,
 ) -> tuple[Tensor, Tensor]:
     """`[N, d]` to out `[N, d]` and lse `[N]`, the keys in `parts`, all scores shifted by `phi`."""
-    n, d = q.shape
+    n, d = one_shape(q, k, v)
     scale = 1 / math.sqrt(d) if scale is None else scale
     l, acc, m = q.new_zeros(n), torch.zeros_like(q), q.new_full((n,), -math.inf)  # [N], [N, d], [N]  # noqa: E741
     for keys in step06_flash2.cut(0, n, math.ceil(n / parts)):  # at the same time, on a GPU
