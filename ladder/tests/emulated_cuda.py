@@ -97,6 +97,6 @@ def launch(
 @contextmanager
 def emulation(order: str = "forward") -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_launch, "unavailable", lambda device: None)
+        patch.setattr(cuda_launch, "unavailable", lambda device, dtype=None: None)
         patch.setattr(cuda_launch, "launch", functools.partial(launch, order))
         yield

@@ -2,6 +2,7 @@
 that the page shows, and what sees them; machine code for GPUs that are not here.
 """
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,7 @@ def test_bugs_on_a_gpu(name: str) -> None:
 BARRIERS = [
     ("rows", "__syncthreads();  // the tile is there"),
     ("rows", "__syncthreads();  // no thread reads the tile any more"),
+    ("warps", "__syncthreads();"),
     ("registers", "__syncthreads();  // the tiles are there"),
     ("registers", "__syncthreads();  // no thread reads the tiles any more"),
     ("registers", "__syncwarp();"),
@@ -164,6 +166,15 @@ BARRIERS = [
     ("tensor cores", "wait_for_copies();\n"),
     ("tensor cores", "__syncthreads();\n}"),
 ]
+
+
+WAIT = re.compile(r"(?:__syncthreads\(\)|__syncwarp\(\)|wait_for_copies\(\));")
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_every_barrier_is_listed(name: str) -> None:
+    text = STEPS[name].source_for(16, dtypes_of(name)[0]).text
+    assert len(WAIT.findall(text)) == sum(kernel == name for kernel, _ in BARRIERS)
 
 
 @needs_compiler
@@ -197,13 +208,17 @@ def compile_with(compiler: str, source: cuda_compile.Source, arch: int) -> bytes
     return COMPILERS[compiler](source, arch)
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [75, 80, 90])
 @pytest.mark.parametrize("name", STEPS)
 def test_compiles_for_a_gpu_that_is_not_here(name: str, arch: int) -> None:
     """By whichever compiler is there (NVRTC's package is among the tests' requirements), with all in registers."""
     if cuda_compile.nvrtc() is None and cuda_compile.nvcc() is None:
         pytest.skip("there is neither NVRTC (pip install nvidia-cuda-nvrtc) nor nvcc")
     step = STEPS[name]
+    if name == "tensor cores" and arch < 80:
+        with pytest.raises(CudaUnavailableError, match="requires"):
+            cuda_compile.cubin(step.source_for(16), arch)
+        return
     for dtype in dtypes_of(name):
         for d in {16, min(128, max(step.HEAD_DIMS))}:
             code = cuda_compile.cubin(step.source_for(d, dtype)._replace(flags=NO_SPILLS), arch)
@@ -266,6 +281,18 @@ def test_without_a_gpu_step_9_says_so(name: str) -> None:
         STEPS[name].attention(*torch.randn(3, 5, 16))
 
 
+def test_an_older_gpu_runs_what_its_instructions_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three kernels of four are for float32 and need no `cp.async`: they run on compute capability 7.5."""
+    device, dtypes = torch.device("cuda", 0), (torch.float32, torch.float16, torch.bfloat16)
+    for capability, runs in (((7, 0), []), ((7, 5), [torch.float32]), ((8, 0), list(dtypes)), ((9, 0), list(dtypes))):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert [dtype for dtype in dtypes if cuda_launch.unavailable(device, dtype) is None] == runs
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert cuda_launch.unavailable(device, torch.float16) == (
+        "the GPU has compute capability (7, 5), and kernels of torch.float16 need (8, 0)"
+    )
+
+
 def test_without_a_compiler_step_9_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("nvrtc_paths", "toolkits"):
         monkeypatch.setattr(cuda_compile, name, lambda: ())
@@ -294,7 +321,7 @@ def test_without_a_compiler_step_9_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 def test_limits_are_errors(
     name: str, shapes: list[tuple[int, ...]], dtype: torch.dtype, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_launch, "unavailable", lambda device: None)
+    monkeypatch.setattr(cuda_launch, "unavailable", lambda device, dtype=None: None)
     with pytest.raises(ValueError, match=message):
         STEPS[name].attention(*(torch.zeros(shape, dtype=dtype) for shape in shapes))
 

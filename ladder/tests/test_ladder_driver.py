@@ -36,7 +36,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.C
     subprocess.run([path, "-x", "c", "-fPIC", "-shared", str(SOURCE), "-o", str(library)], check=True)
     loaded = ctypes.CDLL(str(library))
     monkeypatch.setattr(cuda_launch, "driver", lambda: loaded)
-    monkeypatch.setattr(cuda_launch, "unavailable", lambda device: None)
+    monkeypatch.setattr(cuda_launch, "unavailable", lambda device, dtype=None: None)
     monkeypatch.setattr(cuda_launch, "cubin", lambda source, arch: f"sm{arch}".encode())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)

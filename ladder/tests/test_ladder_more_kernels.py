@@ -69,7 +69,7 @@ def test_limits_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(getattr(error, name), match="cannot run this call"):
                 module.attention(q, q, q)
     monkeypatch.setattr(triton_any_size, "unavailable", lambda kernel, device: None)
-    monkeypatch.setattr(block_query.cuda_launch, "unavailable", lambda device: None)
+    monkeypatch.setattr(block_query.cuda_launch, "unavailable", lambda device, dtype=None: None)
     for module in (triton_any_size, block_query):
         for k in (q[:0], q[:, :8], q[None]):
             with pytest.raises(ValueError, match="one shape"):

@@ -47,7 +47,7 @@ def attention(
         CudaUnavailableError: there is no GPU, or no compiler.
         ValueError: shapes or dtypes outside the limits above, or causal with other lengths of q and k.
     """
-    reason = cuda_launch.unavailable(q.device)
+    reason = cuda_launch.unavailable(q.device, q.dtype)
     if reason is not None:
         raise CudaUnavailableError(f"this file of the ladder is CUDA C++, which cannot run this call: {reason}")
     shapes = [tuple(x.shape) for x in (q, k, v)]

@@ -13,19 +13,21 @@ from torch import Tensor
 
 from .cuda_compile import CudaUnavailableError, Source, cubin
 
-LEAST_CAPABILITY = (8, 0)  # cp.async and bfloat16 products
+LEAST_CAPABILITY = (7, 5)  # of the compilers of CUDA 13, for kernels of float32
+LEAST_CAPABILITY_16_BITS = (8, 0)  # for cp.async, products of 16 x 8 x 16, and conversions of pairs
 MOST_HEADS = 65535  # blocks along y
 
 
-def unavailable(device: torch.device) -> str | None:
-    """Why no kernel of step 9 runs on tensors of the device; `None` if they do. (A compiler is asked for after.)"""
+def unavailable(device: torch.device, dtype: torch.dtype = torch.float32) -> str | None:
+    """Why kernels of this dtype do not run on the device; `None` if they do. (A compiler is asked for after.)"""
     if device.type != "cuda":
         return f"the tensors are on {device}: move them to an NVIDIA GPU"
     if torch.version.hip is not None:
         return "this is a PyTorch for AMD GPUs"
     capability = torch.cuda.get_device_capability(device)
-    if capability < LEAST_CAPABILITY:
-        return f"the GPU has compute capability {capability}, and these kernels need {LEAST_CAPABILITY}"
+    least = LEAST_CAPABILITY if dtype is torch.float32 else LEAST_CAPABILITY_16_BITS
+    if capability < least:
+        return f"the GPU has compute capability {capability}, and kernels of {dtype} need {least}"
     return None
 
 
@@ -67,7 +69,7 @@ def prepare(
         CudaUnavailableError: the tensors are not on a GPU that runs these kernels.
         ValueError: shapes or dtypes that this step does not take.
     """
-    reason = unavailable(q.device)
+    reason = unavailable(q.device, q.dtype)
     if reason is not None:
         raise CudaUnavailableError(f"step 9 of the ladder is CUDA C++, which cannot run this call: {reason}")
     shapes = [tuple(x.shape) for x in (q, k, v)]

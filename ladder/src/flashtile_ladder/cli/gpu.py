@@ -44,7 +44,11 @@ def gpu_steps(device: torch.device) -> dict[str, Prepare]:
     if triton_compiles(device):
         steps[TRITON] = functools.partial(call_in, torch.float32, step08_triton_lse)
     if cuda_problem(device) is None:
-        steps |= {name: functools.partial(call_in, dtype, step) for name, (step, dtype) in STEP_9.items()}
+        steps |= {
+            name: functools.partial(call_in, dtype, step)
+            for name, (step, dtype) in STEP_9.items()
+            if cuda_launch.unavailable(device, dtype) is None
+        }
     return steps
 
 
@@ -127,7 +131,7 @@ def cuda(device: torch.device) -> Measurement:
     if problem is not None:
         table.notes.append(f"Not measured: {problem}")
         return table
-    calls = cuda_calls()
+    calls = {name: x for name, x in cuda_calls().items() if cuda_launch.unavailable(device, x.dtype) is None}
     if numba_problem(device) is None:
         calls = {NUMBA: Call(functools.partial(head_by_head, step07_numba_cuda.attention))} | calls
     for n in CUDA_LENGTHS:
@@ -179,7 +183,7 @@ def shared(device: torch.device) -> Measurement:
     table = Table("shared", f"Tiles in shared memory: {CUDA_HEADS} heads, N = {n}, float16")
     table.see = "A second buffer hides the copies of K; a larger tile reads K and V less often and leaves fewer blocks."
     yield "compiling"
-    if (problem := cuda_problem(device)) is not None:
+    if (problem := cuda_problem(device) or cuda_launch.unavailable(device, torch.float16)) is not None:
         table.notes.append(f"Not measured: {problem}")
         return table
     for tile in share_kv.TILES:
