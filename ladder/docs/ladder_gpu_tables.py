@@ -8,8 +8,10 @@ from typing import Any
 
 import ladder_stored
 from cells import figure, listed, markdown, paragraph
+from ladder_agreement import disagreements
 from ladder_stored import PRODUCT, STANDARD, THREE, TRITON, MissingError, Row, code, command, rows, times
 
+PUBLISHED_LEVELS = {"registers": (1, 19), "shared": (5, 19), "L2": (30, 4), "HBM": (400, 3)}  # cycles, TB/s
 LOSS = 0.97  # the report's rule: less of a peer's speed than this is a loss
 
 
@@ -78,7 +80,10 @@ def dtypes(direction: str, heads: int) -> Callable[[], str]:
 
 def dtypes_words() -> str:
     """The product against standard attention and the best of steps 8 and 9: forward, full, dtype by dtype."""
-    found = [x for x in rows("h200", "dtypes", "tflops") if (x["mask"], x["pass"]) == ("full", "forward")]
+    stale = {(rate.dtype, rate.step) for pair in disagreements("h200") for rate in pair if rate.table == "dtypes"}
+    full = [x for x in rows("h200", "dtypes", "tflops") if (x["mask"], x["pass"]) == ("full", "forward")]
+    left = list(dict.fromkeys(x["dtype"] for x in full if (x["dtype"], x["step"]) in stale))
+    found = [x for x in full if x["dtype"] not in left]
     lines = []
     for dtype, heads in dict.fromkeys((row["dtype"], row["heads"]) for row in found):
         own = [row for row in found if (row["dtype"], row["heads"]) == (dtype, heads)]
@@ -90,7 +95,10 @@ def dtypes_words() -> str:
             cells.append(f"at N = {n} {against}")
         title = f"{dtype}, {heads} head{'s' if heads > 1 else ''}: the product is"
         lines.append(paragraph(title, "; ".join(cells) + ".", bullet="- "))
-    return "\n".join([*lines, losses(found), limits(found)])
+    if left:
+        words = f"{listed(left)}: left out, because another table of this page disagrees (see above)."
+        lines.append(paragraph(words, bullet="- "))
+    return "\n".join([*lines, losses(found), limits(full)])
 
 
 def losses(found: list[Row]) -> str:
@@ -165,16 +173,21 @@ def cuda_words(found: list[Row], n: int) -> str:
 def memory() -> str:
     """Latency and rate, level by level, and the factors from one to the next."""
     found = rows("h200", "memory", "latency_ns")
-    columns = ("latency_cycles", "latency_ns", "tb_per_s", "kb_under_way")
-    body = [[row["level"], *(figure(row[x]) for x in columns)] for row in found]
-    table = markdown(("level", "latency, cycles", "latency, ns", "TB/s", "KB under way"), body)
+    body = []
+    for row in found:
+        cycles, rate = PUBLISHED_LEVELS[row["level"]]
+        cells = (row["latency_cycles"], cycles, row["latency_ns"], row["tb_per_s"], rate, row["kb_under_way"])
+        body.append([row["level"], *map(figure, cells)])
+    heading = ("level", "latency, cycles", "published, H100", "latency, ns", "TB/s", "published, H100", "KB under way")
+    table = markdown(heading, body)
     slower = listed(far["latency_ns"] / near["latency_ns"] for near, far in itertools.pairwise(found))
     rates = listed(near["tb_per_s"] / far["tb_per_s"] for near, far in itertools.pairwise(found))
     names = [row["level"] for row in found]
     words = paragraph(
         f"From {names[0]} to {names[1]}, to {names[2]} and to {names[3]} an access takes {slower} times as long, and",
         f"the rate is {rates} times lower. An access that nothing waits for costs its bytes alone: the last column is",
-        "the number of bytes that have to be under way for that.",
+        "the number of bytes that have to be under way for that. The published figures are those of a text on an H100,",
+        "whose first three levels are these; [none was measured there](ladder-claims.md#levels-of-memory).",
     )
     return f"{table}\n\n{words}"
 

@@ -6,6 +6,7 @@ so that it says what the run says.
 
 from collections.abc import Callable
 
+from ladder_agreement import agreement
 from ladder_cpu_tables import (
     approximate,
     factor,
@@ -22,6 +23,7 @@ from ladder_cpu_tables import (
     stack,
     stack_words,
     tiles,
+    verdicts,
 )
 from ladder_gpu_tables import (
     banks,
@@ -116,6 +118,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "ladder_cpu_layers_words": notes("cpu", "layers"),
     "ladder_cpu_approximate": approximate("cpu"),
     "ladder_cpu_rounding": rounding("cpu"),
+    "ladder_cpu_verdicts": verdicts,
+    "ladder_cpu_agreement": lambda: agreement("cpu"),
+    "ladder_h200_agreement": lambda: agreement("h200"),
     "ladder_h200_machine": lambda: machine("h200"),
     "ladder_h200_stack": lambda: stack("h200"),
     "ladder_h200_long_ms": long_h200("ms"),

@@ -188,6 +188,17 @@ def test_naive_softmax_overflows_and_the_others_do_not(dtype: torch.dtype) -> No
     assert step01_softmax.naive_softmax(overflows).isnan().any()
     for softmax in SOFTMAXES:
         torch.testing.assert_close(softmax(overflows), torch.softmax(overflows, 0))
+    underflows = torch.tensor([-200.0, -150.0, -120.0]) - (650 if dtype is torch.float64 else 0)
+    assert step01_softmax.naive_softmax(underflows.to(dtype)).isnan().all()
+    for softmax in SOFTMAXES:
+        assert softmax(underflows.to(dtype)).sum() == pytest.approx(1)
+
+
+def test_a_published_example_of_softmax() -> None:
+    """Scores 1 2 3 4, as the page has them."""
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+    for softmax in (step01_softmax.naive_softmax, *SOFTMAXES):
+        assert [f"{p:.7f}" for p in softmax(x).tolist()] == ["0.0320586", "0.0871443", "0.2368828", "0.6439143"]
 
 
 SOFTMAXES: tuple[Callable[[Tensor], Tensor], ...] = (

@@ -57,6 +57,10 @@ def test_tiled_product(tile: int) -> None:
     counts, (out,) = count(tiled_matmul.chained, [q, k, v], tile)
     close(out, q @ k.mT @ v)
     assert counts == {"read": 8 * (40 + 2 * 40 * math.ceil(10 / tile)), "written": 8 * 40}
+    counts, (out,) = count(tiled_matmul.chained_keys_outside, [q, k, v], tile)
+    close(out, q @ k.mT @ v)
+    visits = math.ceil(10 / tile)
+    assert counts == {"read": 8 * (2 * 40 + 2 * 40 * visits), "written": 8 * (40 + 40 * visits)}
 
 
 def test_largest_tile() -> None:

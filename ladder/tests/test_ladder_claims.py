@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flashtile_ladder import claims, complexity, rounding, running_lse
+from flashtile_ladder.cli import long, stack
 
 PAGE = Path(__file__).parents[1] / "docs" / "ladder-claims.md"
 MEASURED = 4  # a rounding error on another processor may be so many times smaller or larger
@@ -68,6 +69,16 @@ def test_times_of_strides_are_the_recorded_ones() -> None:
     recorded = json.loads((PAGE.parents[1] / "src" / "flashtile_ladder" / "cli" / "results" / "h200.json").read_text())
     slower = {row["stride"]: round(row["slower"], 1) for row in recorded["tables"]["coalescing"]["rows"]}
     assert {stride: slower[stride] for stride in claims.MEASURED_STRIDES} == claims.MEASURED_STRIDES
+    for row in recorded["tables"]["memory"]["rows"]:
+        cycles, rate = claims.MEASURED_LEVELS[row["level"]]
+        assert (f"{row['latency_cycles']:.3g}", f"{row['tb_per_s']:.3g}") == (f"{cycles:.3g}", f"{rate:.3g}")
+
+
+def test_published_figures_are_those_of_the_tables() -> None:
+    """What `claims` quotes is what the command prints beside its own."""
+    columns = [stack.STACK_PUBLISHED[step] for step in ("2 scalar autograd", "2 Python floats", "3 C++ -O2")]
+    assert {n: tuple(column[n] for column in columns) for n in columns[0]} == claims.PUBLISHED_MS
+    assert {n: speedup for n, (speedup, _, _) in long.LONG_PUBLISHED.items()} == claims.PUBLISHED_SPEEDUPS
 
 
 def test_counts_of_memory() -> None:

@@ -119,6 +119,22 @@ def test_measured_figures_of_the_ladder_are_made() -> None:
         assert not re.findall(r".*\d (?:ms|µs|GB/s|GFLOP/s)\b.*", text), page
 
 
+def test_tables_of_a_run_that_disagree_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call in two tables: a rate that only an older kernel has; growth with N and another dtype are no news."""
+    script("ladder_stored")
+    agreement = script("ladder_agreement")
+    key = {"mask": "full", "pass": "forward", "dtype": "float32", "heads": 16, "step": "X"}
+    tables = {"dtypes": [key | {"n": 2048, "ms": 1.0, "tflops": 8.0}, key | {"n": 8192, "ms": 9.0, "tflops": 10.0}]}
+    monkeypatch.setattr(agreement, "rows", lambda file, name: tables.get(name, []))
+
+    def seen(step: str, tflops: float) -> list[int]:
+        tables["cuda"] = [{"n": 4096, "step": step, "ms": 4e-9 * 16 * 4096**2 * 64 / tflops}]
+        return [rate.n for pair in agreement.disagreements("h200") for rate in pair if rate.table == "dtypes"]
+
+    assert (seen("X", 9), seen("X", 50), seen("X", 2)) == ([], [8192], [2048])
+    assert (seen("Y", 50), seen("X, float16", 50)) == ([], [])
+
+
 def test_no_stored_run_of_the_ladder_beats_its_roofline() -> None:
     """float32 runs of `long` against the bound of the same stored run, each matrix moved once."""
     tables = script("ladder_stored")

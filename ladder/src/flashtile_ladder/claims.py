@@ -1,10 +1,12 @@
 """Claims about attention that do not survive measurement: each a function that measures, and a verdict.
 
-They are from teaching material on FlashAttention. For some nothing was measured; for others the measurement compared
-something else than the claim names. `python -m flashtile_ladder.claims` measures all of them on a CPU, in seconds.
-docs/ladder-claims.md explains each one and has the same output, which a test compares with a new run.
+They are from teaching material on FlashAttention, and one is of an earlier version of this course. For some nothing was
+measured; for others the measurement compared something else than the claim names. `python -m flashtile_ladder.claims`
+measures all of them on a CPU, in seconds. docs/ladder-claims.md explains each one and has the same output, which a test
+compares with a new run.
 """
 
+import itertools
 import math
 import textwrap
 from collections.abc import Callable, Sequence
@@ -13,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import complexity, rounding, running_lse, step05_flash1, step06_flash2
+from . import complexity, iomodel, rounding, running_lse, step05_flash1, step06_flash2
+from .iomodel import Shape
 
 KB = 1024
 
@@ -29,6 +32,7 @@ class Claim(NamedTuple):
     name: str
     text: str  # what is claimed
     check: Callable[[], Verdict]
+    ours: bool = False  # an earlier version of this course had it
 
 
 # Accuracy -------------------------------------------------------------------------------------------------------------
@@ -142,6 +146,51 @@ def flash_memory_hardly_grows(lengths: Sequence[int] = (256, 512, 1024), d: int 
     return Verdict(f"{words} : it doubles with N, standard attention's quadruples", len(set(sizes)) == 1)
 
 
+def flash_moves_n_times_less(lengths: Sequence[int] = (1024, 4096), d: int = 64) -> Verdict:
+    """Bytes of standard attention over those of a kernel that moves each matrix once, from the model."""
+    ratios = []
+    for n in lengths:
+        shape = Shape.square(n, d)
+        ratios.append(iomodel.standard_forward(shape).moved / iomodel.flash2_forward(shape, n, n).moved)
+    words = ", ".join(f"{ratio:.1f} at N = {n}" for n, ratio in zip(lengths, ratios, strict=True))
+    words += f"; N / d is {' and '.join(f'{n // d}' for n in lengths)}"
+    return Verdict(words, all(ratio >= n / 2 for n, ratio in zip(lengths, ratios, strict=True)))
+
+
+def products_have_63_operations_for_a_byte(n: int = 4096, d: int = 64) -> Verdict:
+    """N² d / (N d + N²) counts multiply-adds over *elements*; a ridge counts operations over bytes."""
+    elements = n * n * d / (n * d + n * n)
+    words = f"N² d / (N d + N²) = {elements:.0f} at N = {n}, d = {d}, for each element ; for each byte "
+    words += f"{elements / 4:.1f} in float32, {elements / 2:.1f} in 16 bits"
+    return Verdict(words, elements / 4 >= 60)
+
+
+PUBLISHED_LEVELS = {  # of an H100: cycles of an access, TB/s
+    "registers": (1, 19),
+    "shared": (5, 19),
+    "L2": (30, 4),
+    "HBM": (400, 3),
+}
+MEASURED_LEVELS = {  # of an H200 (docs/ladder_measurements.md), which is an H100 with another HBM
+    "registers": (4.56, 508),
+    "shared": (29.0, 32.8),
+    "L2": (287, 7.97),
+    "HBM": (666, 3.81),
+}
+
+
+def levels_take_1_5_30_and_400_cycles() -> Verdict:
+    """A table of a text against the walks of memory_levels.py."""
+    words, wrong = [], []
+    for level, (cycles, rate) in MEASURED_LEVELS.items():
+        said_cycles, said_rate = PUBLISHED_LEVELS[level]
+        wrong += [max(a / b, b / a) for a, b in ((cycles, said_cycles), (rate, said_rate))]
+        words.append(f"{level} {cycles:.3g} cycles , {rate:.3g} TB/s")
+    far = sum(factor >= 2 for factor in wrong)
+    words.append(f"off by {min(wrong):.1f} to {max(wrong):.0f} times , {far} of {len(wrong)} figures by 2 or more")
+    return Verdict("; ".join(words), far == 0)
+
+
 def fetched_for_used(stride: int, fetch: int = 32, itemsize: int = 4) -> float:
     """Bytes fetched for each byte used, when 32 lanes read numbers `stride` apart in fetches of `fetch` bytes."""
     fetches = {lane * stride * itemsize // fetch for lane in range(32)}
@@ -194,6 +243,26 @@ def autograd_is_9_to_34_times_slower() -> Verdict:
     return Verdict(words, min(ratios) < 10 and max(ratios) > 33)
 
 
+def python_to_cpp_is_2_to_18() -> Verdict:
+    """Raw Python over C++. The first column grows as N, as one row over N keys does; the second as N², as all do."""
+    as_printed = [raw / cpp for _, raw, cpp in PUBLISHED_MS.values()]
+    like_with_like = [n * raw / cpp for n, (_, raw, cpp) in PUBLISHED_MS.items()]
+    growth = [[b[i] / a[i] for a, b in itertools.pairwise(PUBLISHED_MS.values())] for i in (1, 2)]
+    words = f"as printed {min(as_printed):.1f} to {max(as_printed):.1f} ; from row to row of its table Python grows by "
+    words += f"{min(growth[0]):.1f} to {max(growth[0]):.1f} , C++ by {min(growth[1]):.1f} to {max(growth[1]):.1f} : "
+    words += f"one query row against all N; with N rows on both sides {' '.join(f'{x:.0f}' for x in like_with_like)}"
+    return Verdict(words, max(like_with_like) < 20)
+
+
+PUBLISHED_SPEEDUPS = {1024: 2.1, 2048: 1.6, 4096: 3.6}  # table 4.2: PyTorch over Flash
+
+
+def speed_is_an_order_of_magnitude() -> Verdict:
+    """A summary against the table of the same text."""
+    low, high = min(PUBLISHED_SPEEDUPS.values()), max(PUBLISHED_SPEEDUPS.values())
+    return Verdict(f"the table has {low} to {high} times in speed, 32 to 128 times in memory", high >= 10)
+
+
 CLAIMS = (
     Claim(
         "running log-sum-exp",
@@ -206,9 +275,31 @@ CLAIMS = (
     Claim("listing's speed", "It is 2.5 times faster than the native softmax.", listing_is_faster),
     Claim("tile of 768", "192 KB of shared memory at d = 64 give Bc = 768.", tile_of_768_fits),
     Claim("flash memory", "The memory of flash attention hardly grows with N.", flash_memory_hardly_grows),
-    Claim("strides", "A strided load costs min(stride, 8) times a coalesced one.", strided_loads_cost_eight_at_most),
+    Claim("N times", "Flash attention moves N times fewer data.", flash_moves_n_times_less),
+    Claim(
+        "a byte",
+        "Attention's products have 63 operations for each byte, below a ridge of 201.",
+        products_have_63_operations_for_a_byte,
+    ),
+    Claim(
+        "levels of memory",
+        "Registers, shared memory, L2 and HBM of an H100 take 1, 5, 30 and 400 cycles, at 19, 19, 4 and 3 TB/s.",
+        levels_take_1_5_30_and_400_cycles,
+    ),
+    Claim(
+        "strides",
+        "A strided load costs min(stride, 8) times a coalesced one.",
+        strided_loads_cost_eight_at_most,
+        ours=True,
+    ),
     Claim("weights times values", "P V costs O(N d h).", weights_times_values_is_linear),
     Claim("autograd", "Scalar autograd is 9 to 34 times slower than plain Python.", autograd_is_9_to_34_times_slower),
+    Claim("Python and C++", "Plain Python is 2 to 18 times slower than C++.", python_to_cpp_is_2_to_18),
+    Claim(
+        "magnitude",
+        "Flash attention improves speed and memory by an order of magnitude.",
+        speed_is_an_order_of_magnitude,
+    ),
 )
 
 
@@ -217,7 +308,7 @@ def report() -> str:
     lines = []
     for claim in CLAIMS:
         verdict = claim.check()
-        lines += textwrap.wrap(f"claim: {claim.text}", 110)
+        lines += textwrap.wrap(f"{'our own claim' if claim.ours else 'claim'}: {claim.text}", 110)
         lines += textwrap.wrap(verdict.measured, 110, initial_indent="  measured: ", subsequent_indent="    ")
         lines += [f"  verdict: {'holds' if verdict.holds else 'does not hold'}", ""]
     return "\n".join(lines).rstrip()

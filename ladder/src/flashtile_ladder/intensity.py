@@ -73,6 +73,7 @@ class Work(NamedTuple):
 
 MODELS = (Model("BERT-base", 12, 768, 12), Model("BERT-large", 24, 1024, 16), Model("GPT-2", 12, 768, 12, True))
 MACHINES = (  # NVIDIA's data sheets
+    Machine("A100 40 GB", 312e12, 1.555e12),
     Machine("A100 80 GB", 312e12, 2.039e12),
     Machine("H100 SXM", 989e12, 3.35e12),
     Machine("H200", 989e12, 4.8e12),

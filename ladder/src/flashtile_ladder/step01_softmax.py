@@ -4,12 +4,12 @@ Where we start. For one query row with scores x_1 .. x_N, attention is the mean 
 
     p_j = exp(x_j) / sum_i exp(x_i)                                                                     (softmax)
 
-`naive_softmax` is that line, and overflows: exp(89) is more than float32 holds. `safe_softmax` subtracts the maximum
-first, which changes nothing, for exp(x - m) / sum exp(x - m) has exp(-m) above and below. But it reads the scores three
-times: for m, for the sum, for the result. `online_softmax` finds m and the sum in one pass: when a larger score turns
-up, the sum so far is multiplied by exp(m_old - m_new) (Milakov and Gimelshein, "Online normalizer calculation for
-softmax", 2018, algorithm 3). `merge` does so for two blocks of any size and is associative: blocks can be taken in any
-grouping, also at the same time.
+`naive_softmax` is that line, and overflows: exp(89) is more than float32 holds. It underflows too: if all scores are
+below -104, every exp is 0, and 0 / 0 is NaN. `safe_softmax` subtracts the maximum first, which changes nothing, for
+exp(x - m) / sum exp(x - m) has exp(-m) above and below. But it reads the scores three times: for m, for the sum, for
+the result. `online_softmax` finds m and the sum in one pass: when a larger score turns up, the sum so far is multiplied
+by exp(m_old - m_new) (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3). `merge`
+does so for two blocks of any size and is associative: blocks can be taken in any grouping, also at the same time.
 
 `attention` carries the output along in the same way, so one pass over keys and values is enough and no row of scores is
 ever stored. All later steps do this with tiles in place of single keys.
@@ -25,7 +25,9 @@ from ._host.shapes import one_shape
 
 
 def naive_softmax(x: Tensor) -> Tensor:
-    """`[N]` to `[N]`, as defined: inf / inf = NaN as soon as one score exceeds log(largest number), 88.7 in float32."""
+    """`[N]` to `[N]`, as defined: inf / inf = NaN as soon as one score exceeds log(largest number), 88.7 in
+    float32, and 0 / 0 = NaN where all are below the logarithm of the smallest, -104.
+    """
     e = torch.exp(x)  # [N]
     return e / e.sum()
 

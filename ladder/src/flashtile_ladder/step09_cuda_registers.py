@@ -7,9 +7,11 @@ the accumulator, in small arrays of registers:
     S[y + 32 i, x] = q[y + 32 i] . k[x]              i = 0, 1
     acc[y + 32 i, x + 32 c] += sum_j P[y + 32 i, j] v[j, x + 32 c]
 
-Why it is faster. A number of K or V that comes from shared memory serves the thread's two rows: one read for two
-products, where the kernels before had a read for each. A row of S lies across a warp, so its maximum and its sum take
-five exchanges for 32 keys.
+Why it is faster. Each tile of 64 rows is a block: 16 heads of 4,096 rows are 1,024 blocks, where the first kernel has
+16 for 132 multiprocessors. A row of S lies across a warp, so its maximum and its sum take five exchanges for 32 keys.
+What two rows of registers do not give is fewer reads of shared memory: a product of R rows by C columns of registers
+takes R + C reads for R C products, which is 3 for 2 here, and 1 for 1 in the first kernel, whose row of q is in
+registers. Tiles of registers pay when they are larger: 16 reads for 64 products at 8 x 8.
 
 Why it is easy to get wrong. Every index has three parts: which tile, which thread, which register. `BUGS` has three
 mix-ups of these parts; each computes right results for some problems, and the page shows which test sees it.

@@ -8,7 +8,7 @@ are read once for T² elements. So a number that is in the small memory serves T
 
 In float32 that makes T / 4 operations for each byte, as long as T is small against m, n and k. The small memory has to
 hold three tiles: M >= 3 T² elements. Flash attention is two such products with a softmax between them;
-`chained` is the two products without it, and shows that S = Q Kᵀ need not exist as a whole.
+`chained` is the two products without it, in both orders of the loops: S = Q Kᵀ need not exist as a whole.
 
 A GPU hides the time of the reads too: while one pair of tiles is multiplied, the next pair is on its way into a second
 buffer (`cp.async` in step 9, `num_stages` in step 8). The bytes are the same.
@@ -51,6 +51,17 @@ def chained(q: Matrix, k: Matrix, v: Matrix, tile: int) -> tuple[Matrix]:
         for keys in cut(n, tile):
             acc += (q_i @ k[keys].mT) @ v[keys]  # without a softmax nothing has to be corrected
         out[rows] = acc
+    return (out,)
+
+
+def chained_keys_outside(q: Matrix, k: Matrix, v: Matrix, tile: int) -> tuple[Matrix]:
+    """The same with key blocks outside, FlashAttention-1's order: K and V are read once, and O comes and goes."""
+    n, d = one_shape(q, k, v)
+    out = q.new_zeros((n, d))
+    for keys in cut(n, tile):
+        k_j, v_j = k[keys], v[keys]  # [T, d], read once
+        for rows in cut(n, tile):
+            out[rows] = out[rows] + (q[rows] @ k_j.mT) @ v_j
     return (out,)
 
 

@@ -59,17 +59,19 @@ NAMES = EVERYWHERE + ON_A_GPU + LONG_RUNS
 def main(
     device: torch.device, names: tuple[str, ...], everything: bool, save: Path | None, plot: Path | None, as_json: bool
 ) -> None:
-    """Measure every step of the ladder, from pure Python to a library's attention.
+    """Measure the steps of the ladder, from pure Python to a library's attention.
 
-    Tables: `stack`, all steps at d = 16; `long`, time and memory of standard and fused attention at d = 64; `backward`
+    Tables: `stack`, the steps from the second on at d = 16, as far as they run here; `long`, time and memory of
+    standard and fused attention at d = 64; `backward`
     and `features`, what these cost; `lite`, the error of a softmax that is local to its tile; `intensity`, operations
     for each byte, from the model; `tiles` and `widths`, bytes and time by tile and by head dimension; `pointwise`,
     operations that memory limits; `layers`, attention in a transformer, from the model; `approximate`, linear
     attention and hashed buckets; `rounding`, how far equal formulas differ. On a GPU also `cuda`, kernels in CUDA C++;
     `shared`, tiles of more than 48 KB; `memory`, latency and rate of each level; `coalescing` and `banks`, what orders
     of memory accesses cost; `dtypes`, all kernels in all dtypes by device time; `blocks`, Triton's tiles.
-    docs/ladder.md explains them and the steps; the code is in flashtile_ladder. The last
-    step is `flashtile.attention` where flashtile is installed, else PyTorch's own.
+    Kernels of a GPU have no row on a CPU, and step 1, whose loops are Python's, none at all. docs/ladder.md explains
+    them and the steps; the code is in flashtile_ladder. The last step is `flashtile.attention` where flashtile is
+    installed, else PyTorch's own.
 
     Each table appears when it is measured, with a sentence that says what to see. All run on one thread.
     """

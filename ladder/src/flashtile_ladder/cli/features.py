@@ -23,7 +23,9 @@ def features(device: torch.device) -> Measurement:
     """Step 5 with the paper's second algorithm, and step 10's variants; bytes are counted while they run."""
     n = FEATURES_LENGTH
     table = Table("features", f"Features: forward of one head, N = {n}, d = {WIDTH}, float32")
-    table.see = "Causal and windows skip tiles and save time; a mask of N² is read; dropout keeps a state and no mask."
+    table.see = (
+        "Causal and windows skip tiles, so fewer bytes move; a mask of N² is read; dropout keeps a state and no mask."
+    )
     q, k, v = inputs(n, WIDTH, device)
     mask = torch.ones((n, n), dtype=torch.bool, device=device).tril_()
     state = torch.Generator(device).manual_seed(0).get_state()
