@@ -48,7 +48,7 @@ def attention(
     row_blocks, key_blocks = ([slice(i, min(i + b, n)) for i in range(0, n, b)] for b in (block_m, block_n))
     if tuple(blocks.shape) != (len(row_blocks), len(key_blocks)):
         raise ValueError(f"blocks is {tuple(blocks.shape)}; here it is ({len(row_blocks)}, {len(key_blocks)})")
-    out, l, m = q.new_zeros((n, d)), q.new_zeros((n,)), q.new_full((n,), -math.inf)  # noqa: E741
+    out, l, m = q.new_zeros((n, d)), q.new_zeros((n,)), q.new_full((n,), -math.inf)
     lse = q.new_empty((n,))
     for j, keys in enumerate(key_blocks):
         if not blocks[:, j].any():

@@ -87,10 +87,10 @@ def listing(x: Tensor) -> Tensor:
     The maximum begins with element 0, so the sum has to begin with 1 = exp(x_0 - x_0). It begins with 0, and the loop
     begins with element 1: element 0 is not in the sum.
     """
-    m, l = x[:, 0].clone(), x.new_zeros(len(x))  # [R]  # noqa: E741
+    m, l = x[:, 0].clone(), x.new_zeros(len(x))  # [R]
     for j in range(1, x.shape[1]):
         m_new = torch.maximum(m, x[:, j])
-        l = l * torch.exp(m - m_new) + torch.exp(x[:, j] - m_new)  # noqa: E741
+        l = l * torch.exp(m - m_new) + torch.exp(x[:, j] - m_new)
         m = m_new
     return torch.exp(x - m[:, None]) / l[:, None]
 

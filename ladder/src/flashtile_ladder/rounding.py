@@ -62,7 +62,7 @@ def attention(
         s = s * LOG2_E
     x = s - s.max(axis=1, keepdims=True)
     p = np.exp2(x) if base2 else np.exp(x)  # [N, N]
-    l = product(p, np.ones((len(k), 1), np.float32), fused, order)  # [N, 1]  # noqa: E741
+    l = product(p, np.ones((len(k), 1), np.float32), fused, order)  # [N, 1]
     lse = s.max(axis=1) / (LOG2_E if base2 else np.float32(1)) + np.log(l[:, 0])
     return product(p, v, fused, order) / l, lse
 
@@ -113,7 +113,7 @@ def attention_in_float64(q: Array, k: Array, v: Array, scale: float) -> tuple[Ar
     s = np.float64(np.float32(scale)) * q @ k.T
     m = s.max(axis=1, keepdims=True)
     p = np.exp(s - m)
-    l = p.sum(axis=1, keepdims=True)  # noqa: E741
+    l = p.sum(axis=1, keepdims=True)
     return p @ v / l, (m + np.log(l))[:, 0]
 
 

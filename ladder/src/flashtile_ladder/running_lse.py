@@ -71,10 +71,10 @@ def attention(
 
 def running_sum(x: Tensor, block: int = BLOCK_N) -> Tensor:
     """Scores `[R, N]` to lse `[R]` as step 6: m and l are carried, and one logarithm is taken at the end."""
-    m, l = x.new_full((len(x),), -math.inf), x.new_zeros(len(x))  # [R]  # noqa: E741
+    m, l = x.new_full((len(x),), -math.inf), x.new_zeros(len(x))  # [R]
     for tile in x.split(block, dim=1):
         m_new = torch.maximum(m, tile.amax(dim=1))
-        l = l * torch.exp(m - m_new) + torch.exp(tile - m_new[:, None]).sum(dim=1)  # noqa: E741
+        l = l * torch.exp(m - m_new) + torch.exp(tile - m_new[:, None]).sum(dim=1)
         m = m_new
     return m + torch.log(l)
 

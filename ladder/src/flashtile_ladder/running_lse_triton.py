@@ -27,7 +27,7 @@ def kernel(
     Q,
     K,
     V,
-    O,  # noqa: E741
+    O,
     LSE,
     N,
     scale,

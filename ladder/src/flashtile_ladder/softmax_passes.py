@@ -31,7 +31,7 @@ Row = Any  # a Tensor, or a Counted one
 def naive(x: Row) -> tuple[Row]:
     """`[N]` to `[N]`: overflows where exp(x) does."""
     n, y = x.shape[0], x.new_empty(tuple(x.shape))
-    l = sum(math.exp(x[j]) for j in range(n))  # noqa: E741
+    l = sum(math.exp(x[j]) for j in range(n))
     for j in range(n):
         y[j] = math.exp(x[j]) / l
     return (y,)
@@ -41,7 +41,7 @@ def safe(x: Row) -> tuple[Row]:
     """`[N]` to `[N]`, the maximum first."""
     n, y = x.shape[0], x.new_empty(tuple(x.shape))
     m = max(float(x[j]) for j in range(n))
-    l = sum(math.exp(x[j] - m) for j in range(n))  # noqa: E741
+    l = sum(math.exp(x[j] - m) for j in range(n))
     for j in range(n):
         y[j] = math.exp(x[j] - m) / l
     return (y,)
@@ -50,11 +50,11 @@ def safe(x: Row) -> tuple[Row]:
 def online(x: Row) -> tuple[Row]:
     """`[N]` to `[N]`, maximum and sum together."""
     n, y = x.shape[0], x.new_empty(tuple(x.shape))
-    m, l = -math.inf, 0.0  # noqa: E741
+    m, l = -math.inf, 0.0
     for j in range(n):
         x_j = float(x[j])
         m_new = max(m, x_j)
-        l = l * math.exp(m - m_new) + math.exp(x_j - m_new)  # noqa: E741
+        l = l * math.exp(m - m_new) + math.exp(x_j - m_new)
         m = m_new
     for j in range(n):
         y[j] = math.exp(x[j] - m) / l
@@ -78,11 +78,11 @@ def attention(
     for rows in step06_flash2.cut(0, n, block_m):
         q_i = scale * q[rows]  # [Br, d]
         key_blocks = step06_flash2.cut(0, rows.stop if causal else n, block_n)
-        m, l = q_i.new_full((len(q_i),), -math.inf), q_i.new_zeros(len(q_i))  # [Br]  # noqa: E741
+        m, l = q_i.new_full((len(q_i),), -math.inf), q_i.new_zeros(len(q_i))  # [Br]
         for keys in key_blocks:  # pass 1: m and l
             s = step06_flash2.hide_future(q_i @ k[keys].mT, rows, keys, causal)  # [Br, Bc]
             m_new = torch.maximum(m, s.amax(dim=1))
-            l = torch.exp(m - m_new) * l + torch.exp(s - m_new[:, None]).sum(dim=1)  # noqa: E741
+            l = torch.exp(m - m_new) * l + torch.exp(s - m_new[:, None]).sum(dim=1)
             m = m_new
         lse_i = m + torch.log(l)
         acc = torch.zeros_like(q_i)  # [Br, d]

@@ -35,7 +35,7 @@ def naive_softmax(x: Tensor) -> Tensor:
 def safe_softmax(x: Tensor) -> Tensor:
     """`[N]` to `[N]` in three passes: p_j = exp(x_j - m) / l with m = max x and l = sum exp(x - m)."""
     m = x.max()  # pass 1
-    l = torch.exp(x - m).sum()  # pass 2  # noqa: E741
+    l = torch.exp(x - m).sum()  # pass 2
     return torch.exp(x - m) / l  # pass 3
 
 
@@ -44,10 +44,10 @@ def online_softmax(x: Tensor) -> Tensor:
 
     m_j = max(m_{j-1}, x_j)         l_j = l_{j-1} exp(m_{j-1} - m_j) + exp(x_j - m_j)
     """
-    m, l = -math.inf, 0.0  # noqa: E741
+    m, l = -math.inf, 0.0
     for x_j in x.tolist():  # pass 1
         m_new = max(m, x_j)
-        l = l * math.exp(m - m_new) + math.exp(x_j - m_new)  # noqa: E741
+        l = l * math.exp(m - m_new) + math.exp(x_j - m_new)
         m = m_new
     return torch.exp(x - m) / l  # pass 2
 
@@ -56,7 +56,7 @@ class Normalizer(NamedTuple):
     """The state of softmax after a block of scores: sum of exp(x) = l * exp(m)."""
 
     m: Tensor  # [] maximum
-    l: Tensor  # [] sum of exp(x - m)  # noqa: E741
+    l: Tensor  # [] sum of exp(x - m)
 
 
 def normalizer(x: Tensor) -> Normalizer:
@@ -94,7 +94,7 @@ def attention_in_passes(
         visible = i + 1 if causal else n
         x = scale * (k[:visible] @ q[i])  # [visible]
         m = x.max()  # pass 1
-        l = torch.exp(x - m).sum()  # pass 2  # noqa: E741
+        l = torch.exp(x - m).sum()  # pass 2
         p = torch.exp(x - m) / l  # [visible], pass 3
         out[i] = p @ v[:visible]  # [d], pass 4, over the values
         lse[i] = m + torch.log(l)
@@ -118,12 +118,12 @@ def attention(
     out, lse = q.new_empty((n, d)), q.new_empty((n,))
     for i in range(n):
         q_i = q[i]  # [d]
-        m, l, o = -math.inf, 0.0, torch.zeros_like(q_i)  # [], [], [d]  # noqa: E741
+        m, l, o = -math.inf, 0.0, torch.zeros_like(q_i)  # [], [], [d]
         for j in range(i + 1 if causal else n):
             x = scale * float(q_i @ k[j])
             m_new = max(m, x)
             kept, new = l * math.exp(m - m_new), math.exp(x - m_new)
-            l = kept + new  # noqa: E741
+            l = kept + new
             o = o * (kept / l) + (new / l) * v[j]  # [d]
             m = m_new
         out[i], lse[i] = o, m + math.log(l)

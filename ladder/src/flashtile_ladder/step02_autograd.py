@@ -88,7 +88,7 @@ def attention(
         s = [total([q[i][c] * k[j][c] for c in range(d)]).times(scale) for j in visible]  # [visible]
         m = max(x.data for x in s)
         e = [x.minus(m).exp() for x in s]  # [visible]
-        l = total(e)  # noqa: E741
+        l = total(e)
         p = [x / l for x in e]  # [visible]
         out.append([total([p[j] * v[j][c] for j in visible]) for c in range(d)])  # [d]
         lse.append(l.log().minus(-m))

@@ -36,7 +36,7 @@ def attention(
         s = [scale * dot(q[i], k[j]) for j in range(visible)]  # [visible]
         m = max(s)
         e = [math.exp(x - m) for x in s]  # [visible]
-        l = sum(e)  # noqa: E741
+        l = sum(e)
         row = [0.0] * d
         for j in range(visible):
             p = e[j] / l

@@ -57,7 +57,7 @@ def attention(
     n, d = one_shape(q, k, v)
     scale = 1 / math.sqrt(d) if scale is None else scale
     generator = restored(rng_state, q.device) if dropout_p else None
-    out, l, m = q.new_zeros((n, d)), q.new_zeros((n,)), q.new_full((n,), -math.inf)  # noqa: E741
+    out, l, m = q.new_zeros((n, d)), q.new_zeros((n,)), q.new_full((n,), -math.inf)
     lse = q.new_empty((n,))
     row_blocks, key_blocks = blocks(n, d, memory)
     for keys in key_blocks:  # outer: K and V are read once
@@ -156,7 +156,7 @@ def finite(m: Tensor) -> Tensor:
     return m.masked_fill(m == -math.inf, 0.0)
 
 
-def positive(l: Tensor) -> Tensor:  # noqa: E741
+def positive(l: Tensor) -> Tensor:
     """A denominator; 1 for a row that has seen nothing, whose output is 0."""
     return l.masked_fill(l == 0, 1.0)
 

@@ -47,7 +47,7 @@ def attention(
     out, lse = q.new_empty((n, d)), q.new_empty((n,))
     for rows in cut(0, n, block_m):
         q_i = scale * q[rows]  # [Br, d]
-        m, l = q_i.new_full((len(q_i),), -math.inf), q_i.new_zeros(len(q_i))  # [Br]  # noqa: E741
+        m, l = q_i.new_full((len(q_i),), -math.inf), q_i.new_zeros(len(q_i))  # [Br]
         acc = torch.zeros_like(q_i)  # [Br, d]
         for keys in cut(0, n, block_n):
             if causal and keys.start >= rows.stop:
@@ -57,7 +57,7 @@ def attention(
             m_new = torch.maximum(m, s.amax(dim=1))  # [Br]
             alpha = torch.exp(m - m_new)  # [Br]
             p = torch.exp(s - m_new[:, None])  # [Br, Bc]
-            l = alpha * l + p.sum(dim=1)  # [Br]  # noqa: E741
+            l = alpha * l + p.sum(dim=1)  # [Br]
             acc = alpha[:, None] * acc + p @ v_j  # [Br, d]
             m = m_new
         out[rows], lse[rows] = acc / l[:, None], m + torch.log(l)

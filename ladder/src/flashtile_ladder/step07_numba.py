@@ -38,7 +38,7 @@ def tiled(q: Any, kT: Any, v: Any, scale: float, causal: bool, out: Any, lse: An
     n, d = q.shape
     s = np.empty((BLOCK_M, BLOCK_N), q.dtype)  # the tile: 8 KB in float32
     acc = np.empty((BLOCK_M, d), q.dtype)
-    m, l = np.empty(BLOCK_M, q.dtype), np.empty(BLOCK_M, q.dtype)  # noqa: E741
+    m, l = np.empty(BLOCK_M, q.dtype), np.empty(BLOCK_M, q.dtype)
     for first in range(0, n, BLOCK_M):
         rows = min(BLOCK_M, n - first)
         m[:], l[:], acc[:] = -np.inf, 0.0, 0.0

@@ -53,7 +53,7 @@ def kernel(d: int) -> Any:
         k_tile = cuda.shared.array((BLOCK, d), float32)
         v_tile = cuda.shared.array((BLOCK, d), float32)
         acc = cuda.local.array(d, float32)
-        m, l = float32(-math.inf), float32(0.0)  # noqa: E741
+        m, l = float32(-math.inf), float32(0.0)
         for c in range(d):
             acc[c] = 0.0
         for start in range(0, min(first + BLOCK, n) if causal else n, BLOCK):
@@ -71,7 +71,7 @@ def kernel(d: int) -> Any:
                         x *= scale
                         m_new = max(m, x)
                         alpha, p = math.exp(m - m_new), math.exp(x - m_new)
-                        l = l * alpha + p  # noqa: E741
+                        l = l * alpha + p
                         for c in range(d):
                             acc[c] = acc[c] * alpha + p * v_tile[j, c]
                         m = m_new

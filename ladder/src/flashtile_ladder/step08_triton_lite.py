@@ -30,7 +30,7 @@ def kernel(
     Q,
     K,
     V,
-    O,  # noqa: E741
+    O,
     N,
     scale,
     D: tl.constexpr,

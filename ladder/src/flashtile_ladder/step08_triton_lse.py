@@ -36,7 +36,7 @@ LOG2_E = 1.4426950408889634
 def inner(
     q,  # [BLOCK_M, D]
     m,  # [BLOCK_M]
-    l,  # [BLOCK_M]  # noqa: E741
+    l,  # [BLOCK_M]
     acc,  # [BLOCK_M, D]
     rows,  # [BLOCK_M]
     K,
@@ -71,7 +71,7 @@ def inner(
         m_new = tl.maximum(m, tl.max(s, axis=1))  # [BLOCK_M]
         alpha = tl.exp2(m - m_new)  # [BLOCK_M]
         p = tl.exp2(s - m_new[:, None])  # [BLOCK_M, BLOCK_N]
-        l = l * alpha + tl.sum(p, axis=1)  # [BLOCK_M]  # noqa: E741
+        l = l * alpha + tl.sum(p, axis=1)  # [BLOCK_M]
         acc = acc * alpha[:, None]
         acc += tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         m = m_new
@@ -83,7 +83,7 @@ def kernel(
     Q,
     K,
     V,
-    O,  # noqa: E741
+    O,
     LSE,
     N,
     scale_log2,
@@ -98,14 +98,14 @@ def kernel(
     Q += head * N * D
     K += head * N * D
     V += head * N * D
-    O += head * N * D  # noqa: E741
+    O += head * N * D
     LSE += head * N
     first_row = tl.program_id(0) * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     cols = tl.arange(0, D)  # [D]
     q = tl.load(Q + rows[:, None] * D + cols[None, :], mask=rows[:, None] < N, other=0.0)  # [BLOCK_M, D]
     m = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-    l = tl.zeros((BLOCK_M,), dtype=tl.float32)  # noqa: E741
+    l = tl.zeros((BLOCK_M,), dtype=tl.float32)
     acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
     if CAUSAL:
         full = first_row // BLOCK_N * BLOCK_N  # every row sees all keys before
@@ -113,12 +113,8 @@ def kernel(
     else:
         full = N // BLOCK_N * BLOCK_N
         end = N
-    m, l, acc = inner(  # noqa: E741
-        q, m, l, acc, rows, K, V, N, 0, full, scale_log2, D, BLOCK_N, CAUSAL, EVEN, PRECISION, False
-    )
-    m, l, acc = inner(  # noqa: E741
-        q, m, l, acc, rows, K, V, N, full, end, scale_log2, D, BLOCK_N, CAUSAL, EVEN, PRECISION, True
-    )
+    m, l, acc = inner(q, m, l, acc, rows, K, V, N, 0, full, scale_log2, D, BLOCK_N, CAUSAL, EVEN, PRECISION, False)
+    m, l, acc = inner(q, m, l, acc, rows, K, V, N, full, end, scale_log2, D, BLOCK_N, CAUSAL, EVEN, PRECISION, True)
     tl.store(O + rows[:, None] * D + cols[None, :], (acc / l[:, None]).to(q.dtype), mask=rows[:, None] < N)
     tl.store(LSE + rows, (m + tl.log2(l)) / 1.4426950408889634, mask=rows < N)  # back to the natural logarithm
 

@@ -27,7 +27,7 @@ def kernel(
     Q,
     K,
     V,
-    O,  # noqa: E741
+    O,
     N,
     scale,
     D: tl.constexpr,
@@ -40,7 +40,7 @@ def kernel(
     q = tl.load(Q + rows[:, None] * D + cols[None, :])  # [BLOCK_M, D]
     acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
     m = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-    l = tl.zeros((BLOCK_M,), dtype=tl.float32)  # noqa: E741
+    l = tl.zeros((BLOCK_M,), dtype=tl.float32)
     for start in range(0, N, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         k = tl.load(K + keys[:, None] * D + cols[None, :])  # [BLOCK_N, D]
@@ -49,7 +49,7 @@ def kernel(
         m_new = tl.maximum(m, tl.max(s, axis=1))  # [BLOCK_M]
         alpha = tl.exp(m - m_new)  # [BLOCK_M]
         p = tl.exp(s - m_new[:, None])  # [BLOCK_M, BLOCK_N]
-        l = l * alpha + tl.sum(p, axis=1)  # [BLOCK_M]  # noqa: E741
+        l = l * alpha + tl.sum(p, axis=1)  # [BLOCK_M]
         acc = acc * alpha[:, None]
         acc += tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         m = m_new

@@ -48,7 +48,7 @@ def attention(
         ValueError: a shape or dtype outside the limits above.
     """
     call = cuda_launch.prepare(q, k, v, causal, scale, head_dims=HEAD_DIMS, dtypes=(torch.float32,))
-    m, l = torch.full_like(call.lse, -math.inf), torch.zeros_like(call.lse)  # [heads, N]  # noqa: E741
+    m, l = torch.full_like(call.lse, -math.inf), torch.zeros_like(call.lse)  # [heads, N]
     call.out.zero_()
     compiled = source_for(q.shape[-1])
     cuda_launch.launch(compiled, NAME, (1, call.heads), (THREADS, 1), *call.arguments, m, l)

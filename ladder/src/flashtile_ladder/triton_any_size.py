@@ -31,7 +31,7 @@ def kernel(
     Q,
     K,
     V,
-    O,  # noqa: E741
+    O,
     rows_in_all,
     keys_in_all,
     d,
@@ -53,7 +53,7 @@ def kernel(
     q = tl.load(Q + rows[:, None] * q_row + cols[None, :] * q_col, mask=inside, other=0.0)  # [BLOCK_M, BLOCK_D]
     acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
     m = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-    l = tl.zeros((BLOCK_M,), dtype=tl.float32)  # noqa: E741
+    l = tl.zeros((BLOCK_M,), dtype=tl.float32)
     for start in range(0, keys_in_all, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         there = (keys[:, None] < keys_in_all) & (cols[None, :] < d)  # [BLOCK_N, BLOCK_D]
@@ -65,7 +65,7 @@ def kernel(
             m_new = tl.maximum(m, tl.max(s, axis=1))  # [BLOCK_M]
             alpha = tl.exp(m - m_new)  # [BLOCK_M]
             p = tl.exp(s - m_new[:, None])  # [BLOCK_M, BLOCK_N]
-            l = l * alpha + tl.sum(p, axis=1)  # [BLOCK_M]  # noqa: E741
+            l = l * alpha + tl.sum(p, axis=1)  # [BLOCK_M]
             acc = acc * alpha[:, None]
             m = m_new
         else:

@@ -41,11 +41,11 @@ def attention(
     """`[N, d]` to out `[N, d]` and lse `[N]`, the keys in `parts`, all scores shifted by `phi`."""
     n, d = one_shape(q, k, v)
     scale = 1 / math.sqrt(d) if scale is None else scale
-    l, acc, m = q.new_zeros(n), torch.zeros_like(q), q.new_full((n,), -math.inf)  # [N], [N, d], [N]  # noqa: E741
+    l, acc, m = q.new_zeros(n), torch.zeros_like(q), q.new_full((n,), -math.inf)  # [N], [N, d], [N]
     for keys in step06_flash2.cut(0, n, math.ceil(n / parts)):  # at the same time, on a GPU
         s = step06_flash2.hide_future((scale * q) @ k[keys].mT, slice(0, n), keys, causal)  # [N, keys]
         p = torch.exp(s - phi)
-        l, acc = l + p.sum(dim=1), acc + p @ v[keys]  # no factor exp(m - m_new)  # noqa: E741
+        l, acc = l + p.sum(dim=1), acc + p @ v[keys]  # no factor exp(m - m_new)
         m = torch.maximum(m, s.amax(dim=1))  # for the check alone
     out, lse = acc / l[:, None], phi + torch.log(l)
     again = (m - phi).abs() > RANGE  # [N]
