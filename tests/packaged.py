@@ -64,7 +64,7 @@ def main() -> None:
             run(clean, "-m", "flashtile", *command.split(), cwd=folder)
         tested = environment(folder / "tested")  # the course first, and the library for its tests
         run(tested, *pip, str(wheels["flashtile_ladder"]))
-        run(tested, "-m", "flashtile_ladder", "--table", "stack", cwd=folder)
+        run(tested, "-m", "flashtile_ladder.cli", "--table", "stack", cwd=folder)
         run(tested, *pip, f"{wheels['flashtile']}[test]", f"{wheels['flashtile_ladder']}[test]")
         run(tested, "-m", "pip", "check")
         run(tested, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "auto", *TESTS, cwd=without_sources(folder))

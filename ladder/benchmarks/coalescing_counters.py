@@ -28,7 +28,7 @@ def run_once(stride: int) -> None:
     """One launch to compile and warm up, and one that is counted."""
     import torch
 
-    from flashtile_ladder import memory_patterns as page
+    from flashtile_ladder.measure import memory_patterns as page
 
     x = torch.ones(page.NUMBERS, device="cuda")
     page.read_columns(x, stride, page.BLOCKS, page.THREADS)
@@ -73,7 +73,7 @@ def main() -> int:
     if options.run:
         run_once(options.run)
         return 0
-    from flashtile_ladder import memory_patterns as page
+    from flashtile_ladder.measure import memory_patterns as page
 
     ncu = shutil.which(options.ncu)
     if ncu is None:

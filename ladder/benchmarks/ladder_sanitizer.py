@@ -27,11 +27,9 @@ def run_kernels() -> None:
     """Every kernel of attention in CUDA C++ once or twice: partial tiles, causal or not."""
     import torch
 
-    from flashtile_ladder import block_query, running_lse_cuda, share_kv, split_keys
-    from flashtile_ladder import step09_cuda_registers as registers
-    from flashtile_ladder import step09_cuda_rows as rows
-    from flashtile_ladder import step09_cuda_tensor_cores as tensor_cores
-    from flashtile_ladder import step09_cuda_warps as warps
+    from flashtile_ladder._host.cuda_steps import registers, rows, tensor_cores, warps
+    from flashtile_ladder._host.cuda_steps import running_lse as running_lse_cuda
+    from flashtile_ladder.related import block_query, share_kv, split_keys
 
     q, k, v = torch.randn(3, 77, 64, device="cuda")
     q16, k16, v16 = (x.half() for x in (q, k, v))
@@ -53,7 +51,7 @@ def run_memory_kernels() -> None:
     """The kernels that measure levels of memory, strides and banks, each with few repeats."""
     import torch
 
-    from flashtile_ladder import memory_levels, memory_patterns
+    from flashtile_ladder.measure import memory_levels, memory_patterns
 
     device = torch.device("cuda")
     place, cycles = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int64, device=device)
@@ -85,7 +83,7 @@ def run_without_a_bound() -> None:
     """Step 9's first kernel, in which the last tile of keys is taken for a full one: it reads behind K and V."""
     import torch
 
-    from flashtile_ladder import step09_cuda_rows as step
+    from flashtile_ladder._host.cuda_steps import rows as step
 
     right = step.source_for
     step.source_for = lambda *given: right(*given)._replace(replaced=BOUND)
@@ -97,7 +95,7 @@ def run_without_a_barrier() -> None:
     """Step 9's last kernel, in which V is copied over K while some warps still read K."""
     import torch
 
-    from flashtile_ladder import step09_cuda_tensor_cores as step
+    from flashtile_ladder._host.cuda_steps import tensor_cores as step
 
     right = step.source_for
     step.source_for = lambda *given: right(*given)._replace(replaced=(BARRIER, "//"))

@@ -6,6 +6,7 @@ so that it says what the run says.
 
 from collections.abc import Callable
 
+from cells import markdown
 from ladder_agreement import agreement
 from ladder_cpu_tables import (
     approximate,
@@ -41,6 +42,8 @@ from ladder_gpu_tables import (
     taken,
 )
 from ladder_stored import CPP, CPP_GRAPH, FLOATS, GRAPH, machine, or_missing
+
+from flashtile_ladder import STEPS
 
 BACKWARD = {
     "step": "step",
@@ -99,7 +102,18 @@ BLOCKS = {
     "error": "largest error",
 }
 
+
+def steps() -> str:
+    """All steps: what changed, and what is still open."""
+    body = [
+        [str(x.number), f"[{x.name}](../src/flashtile_ladder/{x.file})", x.changed, x.still_open, x.needs]
+        for x in STEPS
+    ]
+    return markdown(("step", "", "what changed", "what is still open, and where it is mended", "needs"), body)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "ladder_steps": steps,
     "ladder_cpu_machine": lambda: machine("cpu"),
     "ladder_cpu_stack": lambda: stack("cpu"),
     "ladder_cpu_factors": factors,

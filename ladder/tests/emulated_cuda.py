@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from flashtile_ladder import cuda_launch, step03_cpp
-from flashtile_ladder.cuda_compile import FOLDER, Source
+from flashtile_ladder._host import cpp as step03_cpp
+from flashtile_ladder._host import cuda_launch
+from flashtile_ladder._host.cuda_compile import FOLDER, Source
 
 HEADER = Path(__file__).parent / "cuda_emulation" / "emulation.h"
 KERNEL = re.compile(r"__global__ void (?:__launch_bounds__\(.*?\) )?(\w+)\(")

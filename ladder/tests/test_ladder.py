@@ -17,21 +17,9 @@ from torch import Tensor
 
 from flashtile.testing.case import Case
 from flashtile.testing.tolerance import compare
-from flashtile_ladder import (
-    STEPS,
-    block_sparse,
-    running_lse,
-    softmax_passes,
-    step01_softmax,
-    step02_autograd,
-    step03_cpp,
-    step05_flash1,
-    step07_numba,
-    step10_variants,
-    stream_k,
-    tiled_matmul,
-    unified_max,
-)
+from flashtile_ladder import STEPS, step01_softmax, step02_autograd, step05_flash1, step07_numba, step10_variants
+from flashtile_ladder._host import cpp as step03_cpp
+from flashtile_ladder.related import block_sparse, running_lse, softmax_passes, stream_k, tiled_matmul, unified_max
 
 needs_compiler = pytest.mark.skipif(step03_cpp.compiler() is None, reason="there is no C++ compiler")
 
@@ -43,7 +31,6 @@ def step(module: str) -> Any:
 def test_every_step_has_the_same_form() -> None:
     for listed in STEPS:
         module = listed.load()
-        assert module.__doc__.startswith(f"Step {listed.number}")
         parameters = inspect.signature(module.attention).parameters
         assert list(parameters)[:5] == ["q", "k", "v", "causal", "scale"]
         assert (parameters["causal"].default, parameters["scale"].default) == (False, None)
@@ -284,7 +271,19 @@ def test_step_3_refuses_what_it_would_misread() -> None:
         step03_cpp.attention(q, q[:2], q)
 
 
-# Step 5: masks and dropout -------------------------------------------------------------------------------------------
+# Step 5: the loop alone, masks and dropout ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 4, 9])
+def test_flash1_without_options(n: int) -> None:
+    """It is attention, with partial blocks too; and its body has fifteen lines at most, which the page shows."""
+    q, k, v = (10 * torch.randn(n, 3, dtype=torch.float64) for _ in range(3))
+    torch.testing.assert_close(step05_flash1.plain(q, k, v), torch.softmax(q @ k.mT / math.sqrt(3), 1) @ v)
+    source = inspect.getsource(step05_flash1.plain)
+    body = source.partition('first."""\n')[2].splitlines()
+    assert len(body) <= 15
+    page = (Path(__file__).parents[1] / "docs" / "ladder.md").read_text(encoding="utf-8")
+    assert "\n".join(line.removeprefix("    ") for line in body[1:]) in page
 
 
 def test_flash1_mask() -> None:

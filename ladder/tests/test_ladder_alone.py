@@ -3,17 +3,21 @@
 import importlib.util
 import re
 import runpy
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from flashtile_ladder import STEPS, alone, cuda_compile, iomodel, step03_cpp
-from flashtile_ladder.counted import count
+from flashtile_ladder import STEPS, __main__, iomodel, step01_softmax, step02_floats
+from flashtile_ladder._host import alone, cuda_compile
+from flashtile_ladder._host import cpp as step03_cpp
 from flashtile_ladder.iomodel import Shape
+from flashtile_ladder.measure.counted import count
 
-FOLDER = Path(alone.__file__).parent
+FOLDER = Path(alone.__file__).parents[1]
+PAGE = Path(__file__).parents[1] / "docs" / "ladder.md"
 ON_A_CPU = [step for step in STEPS if step.module not in alone.ON_GPU]
 
 
@@ -39,36 +43,63 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alone, "SECONDS", 0.0)
 
 
+def test_the_folder_shows_the_course() -> None:
+    """17 steps, each one file, and at most five files beside them; all else lies in folders below."""
+    files = {path.name for path in FOLDER.iterdir() if path.is_file()}
+    steps = {step.file for step in STEPS}
+    assert len(STEPS) == len(steps) == 17
+    assert steps <= files
+    assert files - steps == {"__init__.py", "__main__.py", "py.typed", "step09_instructions.cuh"}
+    folders = {path.name for path in FOLDER.iterdir() if path.is_dir()} - {"__pycache__"}
+    assert folders == {"_host", "related", "measure", "iomodel", "cli"}
+
+
 def test_every_step_can_be_run() -> None:
     for path in FOLDER.glob("step*.py"):
         assert path.read_text().endswith(
-            'if __name__ == "__main__":\n    from .alone import run\n\n    run(__file__)\n'
+            'if __name__ == "__main__":\n    from ._host.alone import run\n\n    raise SystemExit(run(__file__))\n'
         )
-    assert {path.stem for path in FOLDER.glob("step*.py")} == {step.module for step in STEPS}
+    for step in STEPS:
+        first = (FOLDER / step.file).read_text().lstrip('/" ')
+        assert first.startswith(f"Step {step.number}"), step.file
+        assert step.after == "" or step.after in {other.module for other in STEPS}
+
+
+def test_the_list_of_steps(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a name all steps and what to run; with a number its steps, with a file one; else an error."""
+    __main__.main([])
+    printed = capsys.readouterr().out
+    assert all(step.file in printed and step.changed in printed for step in STEPS)
+    assert "python -m flashtile_ladder 1" in printed
+    ran: list[str] = []
+    monkeypatch.setattr(__main__, "run", lambda file, steps: ran.append(file) or len(ran) - 1)
+    calls = ((["2"], ["step02_autograd.py", "step02_floats.py"], 1), (["step03_cpp"], ["step03_cpp.cpp"], 0))
+    for names, files, code in calls:
+        ran.clear()
+        with pytest.raises(SystemExit) as ended:
+            __main__.main(names)
+        assert (ran, ended.value.code) == (files, code)
+    with pytest.raises(SystemExit, match="no step is called 12"):
+        __main__.main(["12"])
 
 
 def test_host_code_says_so_in_its_first_line() -> None:
-    """All code of step 9's modules, that after step 8's kernels, and files that are nothing else."""
+    """The code after step 8's kernels, and all of `_host`."""
     line = "\n# Host code: skip it when you learn.\n"
     for path in FOLDER.glob("step08*.py"):
         before, after = path.read_text().split(line)
         assert "@triton.jit" in before
         assert "@triton.jit" not in after
         assert after.startswith("def attention(")
-    for path in FOLDER.glob("step09*.py"):
-        before, after = path.read_text().split(line)
-        assert before.endswith('"""\n')
-    for name in ("alone", "cuda_compile", "cuda_launch", "triton_or_not"):
-        assert (FOLDER / f"{name}.py").read_text().startswith('"""Skip this file when you learn: ')
+    for path in (FOLDER / "_host").glob("*.py"):
+        assert path.read_text().startswith('"""Skip this f')
 
 
 def test_every_module_runs_by_itself() -> None:
     """Those that are no step have a program of their own; host code has nothing to run."""
-    helpers = {"__init__", "report", "alone", "cuda_compile", "cuda_launch", "triton_or_not"}
-    for path in FOLDER.glob("*.py"):
-        if path.stem == "__main__":
-            continue
-        assert ('if __name__ == "__main__":\n' in path.read_text()) == (path.stem not in helpers), path
+    for folder in ("related", "measure"):
+        for path in (FOLDER / folder).glob("*.py"):
+            assert ('if __name__ == "__main__":\n' in path.read_text()) == (path.stem != "__init__"), path
 
 
 @pytest.mark.usefixtures("small")
@@ -76,14 +107,44 @@ def test_every_module_runs_by_itself() -> None:
 def test_a_step_prints_what_it_does(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     if missing(module):
         pytest.skip("its compiler is not installed")
-    alone.run(str(FOLDER / f"{module}.py"))
+    assert alone.run(next(step.file for step in STEPS if step.module == module)) == 0
     printed = capsys.readouterr().out
     found = re.search(r"largest error, from fp64 +(\S+)", printed)
     assert found is not None
     assert float(found[1]) < 1e-5
     assert re.search(r"bytes .*(counted|loops)", printed)
     assert re.search(r"time +\S+ ms", printed)
-    assert ("this one is" in printed) == (module != "step01_softmax")
+    assert re.search(r"^why +\S", printed, re.MULTILINE), "a time has a reason"
+    assert re.search(r"^still open +\S", printed, re.MULTILINE)
+    titles = [line.partition("  ")[0] for line in printed.splitlines()]
+    assert titles.index("bytes") < titles.index("time"), "bytes first"
+    assert any(title.startswith("those of step") for title in titles) == (module != "step01_softmax")
+    assert "times as slow" not in printed
+
+
+def test_the_page_has_the_bytes_that_steps_print() -> None:
+    """What a reader should see, where it is the same on every machine."""
+    shown = dict(re.findall(r"<!-- bytes: (\w+) -->\n```text\n(.*)\n```", PAGE.read_text(encoding="utf-8")))
+    steps = [step for step in STEPS if step.module in shown]
+    assert len(steps) == len(shown) == 8
+    for step in steps:
+        assert shown[step.module] == str(alone.bytes_moved(step, *alone.inputs(step))), step.module
+
+
+def test_the_sentence_of_four_tokens() -> None:
+    """The page's first example, by step 2 on its rows; and the merge of its halves."""
+    page = PAGE.read_text(encoding="utf-8")
+    lines = re.findall(r"^(?:the|cat|sat|down) +((?:\d +){7}\d)$", page, re.MULTILINE)
+    rows = [[float(x) for x in line.split()] for line in lines]
+    out, lse = step02_floats.attention([[1.0] * 4] * 4, [row[:4] for row in rows], [row[4:] for row in rows])
+    words = [f"{x:.3f}" for x in out[3]]
+    assert words == ["0.032", "0.411", "0.237", "0.644"]
+    assert f"({' '.join(words)})" in page
+    assert f"= {lse[3]:.3f};" in page
+    scores = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    parts = [step01_softmax.normalizer(x) for x in scores.split(2)]
+    assert all(f"l = {part.l:.3f}" in page for part in parts)
+    assert f"= {step01_softmax.merge(*parts).l:.3f}" in page
 
 
 def test_bytes_are_those_of_the_model() -> None:
@@ -96,8 +157,8 @@ def test_bytes_are_those_of_the_model() -> None:
     }
     for step in STEPS:
         if (work := expected.get(step.module)) is not None:
-            words = alone.bytes_moved(step, step.load(), q, k, v)
-            assert words.startswith(alone.megabytes(work.read, work.written)), step.module
+            moved = alone.bytes_moved(step, q, k, v)
+            assert moved[:2] == (work.read, work.written), step.module
 
 
 def test_a_wrong_step_has_a_large_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +167,7 @@ def test_a_wrong_step_has_a_large_error(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(alone, "LARGE", (128, 16))
     monkeypatch.setattr(alone, "SECONDS", 0.0)
     monkeypatch.setattr(module, "attention", lambda q, k, v: right(q, k, v[:] * 1.5) if len(q) else None)
-    alone.run(str(FOLDER / "step06_flash2.py"))
+    assert alone.run("step06_flash2.py") == 0
     found = re.search(r"largest error, from fp64 +(\S+)", capsys.readouterr().out)
     assert found is not None
     assert float(found[1]) > 0.01
@@ -130,13 +191,27 @@ def test_a_program_that_cannot_run_says_so() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
-def test_as_a_program_where_there_is_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    """As `python -m` runs it: a step that needs a GPU says so, and the program fails."""
+@pytest.mark.parametrize("name", ["step09_cuda_warps", "step01_softmax"])
+def test_as_a_program(
+    name: str, small: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `python -m` runs it: a step that needs a GPU says so where there is none, and the program fails."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
+    monkeypatch.setattr(sys, "argv", ["flashtile_ladder", name])
+    fails = name.startswith("step09")
     with pytest.raises(SystemExit) as ended:
-        runpy.run_module("flashtile_ladder.step09_cuda_warps", run_name="__main__")
-    assert ended.value.code == 1
+        runpy.run_module("flashtile_ladder" if fails else f"flashtile_ladder.{name}", run_name="__main__")
+    assert ended.value.code == fails
     printed = capsys.readouterr().out
-    assert "Step 9, CUDA C++, warps" in printed
-    assert "cannot run: step 9 of the ladder is CUDA C++" in printed
+    assert ("cannot run: step 9 of the ladder is CUDA C++" in printed) == fails
+    assert ("CUDA C++, warps" in printed) == fails
+
+
+def test_the_simulator_gets_a_small_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A minute for each call at N = 512."""
+    step = next(step for step in STEPS if step.module == "step07_numba_cuda")
+    monkeypatch.setenv("NUMBA_ENABLE_CUDASIM", "1")
+    assert alone.inputs(step)[0].shape == alone.SIMULATED
+    monkeypatch.delenv("NUMBA_ENABLE_CUDASIM")
+    assert alone.inputs(step)[0].shape == alone.LARGE

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashtile_ladder import claims, complexity, rounding, running_lse
 from flashtile_ladder.cli import long, stack
+from flashtile_ladder.measure import claims, rounding
+from flashtile_ladder.related import complexity, running_lse
 
 PAGE = Path(__file__).parents[1] / "docs" / "ladder-claims.md"
 MEASURED = 4  # a rounding error on another processor may be so many times smaller or larger
@@ -22,7 +23,7 @@ def test_the_page_is_what_the_claims_print() -> None:
     report = claims.report()
     assert report.count("verdict: does not hold\n") == report.count("verdict:") - 1 == len(claims.CLAIMS) - 1
     found = report.split()
-    assert len(written[1].split()) == len(found), "run `python -m flashtile_ladder.claims` and copy what it prints"
+    assert len(written[1].split()) == len(found), "copy what `python -m flashtile_ladder.measure.claims` prints"
     for old, new, following in zip(written[1].split(), found, [*found[1:], ""], strict=True):
         if old != new:
             assert "." in old or following == "times;", f"{old} is now {new}"

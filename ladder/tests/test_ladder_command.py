@@ -11,7 +11,9 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from flashtile_ladder import iomodel, step03_cpp, triton_or_not
+from flashtile_ladder import iomodel
+from flashtile_ladder._host import cpp as step03_cpp
+from flashtile_ladder._host import triton_or_not
 from flashtile_ladder.cli import approximate, features, lite, long, pointwise, stack, stored, tiles
 from flashtile_ladder.cli import tables as ladder_tables
 from flashtile_ladder.cli.command import NAMES, main

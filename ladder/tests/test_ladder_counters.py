@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flashtile_ladder import cuda_compile
+from flashtile_ladder._host import cuda_compile
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -50,8 +50,8 @@ def test_findings_of_the_sanitizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kernel of the ladder runs; errors are those of the tool's last line; a run that ends early is no pass."""
     sanitizer = script("ladder_sanitizer", monkeypatch)
     text = (FOLDER / "ladder_sanitizer.py").read_text()
-    for file in cuda_compile.FOLDER.glob("*.cu"):
-        assert file.stem in text, file
+    for file in cuda_compile.FOLDER.rglob("*.cu"):
+        assert file.stem.removeprefix("step09_cuda_") in text, file
     assert (cuda_compile.FOLDER / "step09_cuda_tensor_cores.cu").read_text().count(sanitizer.BARRIER) == 1
     assert (cuda_compile.FOLDER / "step09_cuda_rows.cu").read_text().count(sanitizer.BOUND[0]) == 1
     assert {what for _, what in sanitizer.MISTAKES} | set(sanitizer.CORRECT) == set(sanitizer.RUNS)

@@ -15,23 +15,17 @@ from torch import Tensor
 
 from flashtile.testing.case import Case
 from flashtile.testing.tolerance import compare
-from flashtile_ladder import (
-    cuda_compile,
-    cuda_launch,
-    step09_cuda_registers,
-    step09_cuda_rows,
-    step09_cuda_tensor_cores,
-    step09_cuda_warps,
-)
-from flashtile_ladder.cuda_compile import CudaUnavailableError
+from flashtile_ladder._host import cuda_compile, cuda_launch, cuda_steps
+from flashtile_ladder._host.cuda_compile import CudaUnavailableError
+from flashtile_ladder._host.cuda_steps import registers, rows, tensor_cores, warps
 
 STEPS = {
-    "rows": step09_cuda_rows,
-    "warps": step09_cuda_warps,
-    "registers": step09_cuda_registers,
-    "tensor cores": step09_cuda_tensor_cores,
+    "rows": rows,
+    "warps": warps,
+    "registers": registers,
+    "tensor cores": tensor_cores,
 }
-BUGS = step09_cuda_registers.BUGS
+BUGS = registers.bugs
 PAGE = Path(__file__).parents[1] / "docs" / "ladder.md"
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
@@ -64,7 +58,7 @@ def assert_right(name: str, case: Case, device: str = "cpu") -> None:
 
 
 def dtypes_of(name: str) -> tuple[torch.dtype, ...]:
-    return tuple(step09_cuda_tensor_cores.PTX_TYPES) if name == "tensor cores" else (torch.float32,)
+    return STEPS[name].dtypes
 
 
 # Results -------------------------------------------------------------------------------------------------------------
@@ -134,8 +128,8 @@ def assert_bug_is_where_it_is_said_to_be(name: str, device: str) -> None:
     hidden, seen = HIDDEN_AND_SEEN[name]
     for n, causal in hidden + seen:
         case = case_of(n, 16, causal=causal)
-        assert right(results(step09_cuda_registers, case, device), case)
-        wrong = results(step09_cuda_registers, case, device, bug=name)
+        assert right(results(registers, case, device), case)
+        wrong = results(registers, case, device, bug=name)
         assert right(wrong, case) == ((n, causal) in hidden), f"{name}: N = {n}, causal = {causal}"
 
 
@@ -228,7 +222,7 @@ def test_compiles_for_a_gpu_that_is_not_here(name: str, arch: int) -> None:
 
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_what_a_compiler_says_is_quoted(compiler: str) -> None:
-    source = step09_cuda_warps.source_for(16)._replace(replaced=("float m_all", "flot m_all"))
+    source = warps.source_for(16)._replace(replaced=("float m_all", "flot m_all"))
     with pytest.raises(CudaUnavailableError, match='identifier "flot" is undefined'):
         compile_with(compiler, source, 90)
 
@@ -243,14 +237,15 @@ def test_spills_are_seen(compiler: str) -> None:
 
 
 def test_nvcc_compiles_what_nvrtc_does() -> None:
-    for step, dtype in ((step09_cuda_registers, torch.float32), (step09_cuda_tensor_cores, torch.bfloat16)):
+    for step, dtype in ((registers, torch.float32), (tensor_cores, torch.bfloat16)):
         assert step.NAME.encode() in compile_with("nvcc", step.source_for(32, dtype), 80)
 
 
 def test_bugs_are_single_lines_and_the_page_shows_them() -> None:
     page = PAGE.read_text(encoding="utf-8")
     for bug in BUGS:
-        plain, changed = (step09_cuda_registers.source_for(16, bug=b).text for b in (None, bug))
+        source = registers.source_for(16)
+        plain, changed = source.text, cuda_steps.with_bug(source, BUGS[bug]).text
         lines = [(a, b) for a, b in zip(plain.splitlines(), changed.splitlines(), strict=True) if a != b]
         assert len(lines) == 1
         for mark, line in zip("-+", lines[0], strict=True):
@@ -299,7 +294,7 @@ def test_without_a_compiler_step_9_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(cuda_compile, "nvrtc", cuda_compile.nvrtc.__wrapped__)  # without what it has found before
     monkeypatch.setenv("PATH", "")
     with pytest.raises(CudaUnavailableError, match="found no compiler: `pip install nvidia-cuda-nvrtc`"):
-        cuda_compile.cubin.__wrapped__(step09_cuda_rows.source_for(16), 90)
+        cuda_compile.cubin.__wrapped__(rows.source_for(16), 90)
 
 
 @pytest.mark.parametrize(

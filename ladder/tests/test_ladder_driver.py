@@ -9,7 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flashtile_ladder import cuda_compile, cuda_launch, share_kv, step03_cpp, step09_cuda_warps
+from flashtile_ladder._host import cpp as step03_cpp
+from flashtile_ladder._host import cuda_compile, cuda_launch
+from flashtile_ladder._host.cuda_steps import warps
+from flashtile_ladder.related import share_kv
 
 SOURCE = Path(__file__).parent / "cuda_emulation" / "driver.c"
 pytestmark = pytest.mark.skipif(step03_cpp.compiler() is None, reason="there is no C++ compiler")
@@ -49,7 +52,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.C
 def test_a_launch(driver: ctypes.CDLL) -> None:
     q, k, v = torch.randn(2, 6, 33, 16), torch.randn(2, 3, 33, 16), torch.randn(2, 3, 33, 16)
     for launches in (1, 2):
-        step09_cuda_warps.attention(q, k, v, True, 3)
+        warps.attention(q, k, v, True, 3)
         record = Record.in_dll(driver, "record")
         assert record.launches == launches
     assert (tuple(record.grid), tuple(record.block)) == ((33, 12, 1), (128, 1, 1))
@@ -58,7 +61,7 @@ def test_a_launch(driver: ctypes.CDLL) -> None:
     assert record.q == q.data_ptr()
     assert (record.ordinal, record.context) == (1, 1041), "the primary context of the GPU"
     assert (record.name, record.code) == (b"attention_warps", b"sm90")
-    kernel = cuda_launch.kernel(step09_cuda_warps.source_for(16), step09_cuda_warps.NAME, 1)
+    kernel = cuda_launch.kernel(warps.source_for(16), warps.NAME, 1)
     assert record.function == kernel.function.value == 77
     assert (kernel.shared_bytes, kernel.spilled_bytes, kernel.registers) == (7701, 7703, 7704)
     assert cuda_launch.kernel.cache_info().misses == 1
@@ -81,7 +84,7 @@ def test_more_than_48_kb_of_shared_memory_are_asked_for(driver: ctypes.CDLL) -> 
 def test_an_error_of_the_driver_is_quoted(driver: ctypes.CDLL) -> None:
     ctypes.c_int.in_dll(driver, "failure").value = 9
     with pytest.raises(RuntimeError, match="CUDA: invalid configuration"):
-        step09_cuda_warps.attention(*torch.randn(3, 5, 16))
+        warps.attention(*torch.randn(3, 5, 16))
 
 
 def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 import flashtile
 from flashtile_ladder import iomodel, step04_standard, step05_flash1, step06_flash2
 from flashtile_ladder.cli.allocation import live_and_peak_bytes
-from flashtile_ladder.counted import count
 from flashtile_ladder.iomodel import Machine, Shape, Work
+from flashtile_ladder.measure.counted import count
 
 N, D = 200, 16
 MEMORY = 4 * 48 * D  # elements on chip: tiles of 16 rows and 48 keys, the last key block partial

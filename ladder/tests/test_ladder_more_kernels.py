@@ -9,16 +9,10 @@ import torch
 from emulated_cuda import ORDERS, EmulationError, emulation, needs_compiler
 from torch import Tensor
 
-from flashtile_ladder import (
-    block_query,
-    cuda_compile,
-    running_lse_cuda,
-    share_kv,
-    shared_memory,
-    split_keys,
-    triton_any_size,
-    triton_or_not,
-)
+from flashtile_ladder._host import cuda_compile, triton_or_not
+from flashtile_ladder._host.cuda_steps import running_lse as running_lse_cuda
+from flashtile_ladder._host.cuda_steps import split_keys
+from flashtile_ladder.related import block_query, share_kv, shared_memory, triton_any_size
 
 needs_triton = pytest.mark.skipif(not triton_or_not.INSTALLED, reason="Triton is not installed")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

@@ -21,6 +21,12 @@ def imported(path: Path) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
+def imported_from(path: Path) -> list[str]:
+    """Relative imports, as they are written."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return [f"{node.module or ''}." for node in nodes if isinstance(node, ast.ImportFrom) and node.level]
+
+
 def test_one_module_looks_for_flashtile() -> None:
     users = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if "flashtile" in imported(path)}
     assert users == {str(Path("cli", "library.py"))}
@@ -28,9 +34,10 @@ def test_one_module_looks_for_flashtile() -> None:
 
 def test_steps_import_no_command() -> None:
     """They are read one by one."""
-    for path in PACKAGE.glob("*.py"):
-        if path.stem not in ("__main__", "report"):
-            assert ".cli" not in path.read_text(encoding="utf-8"), path
+    folders = (PACKAGE, *(PACKAGE / name for name in ("_host", "related", "measure")))
+    for path in (path for folder in folders for path in folder.glob("*.py")):
+        assert "cli import" not in path.read_text(encoding="utf-8"), path
+        assert "cli." not in "".join(imported_from(path)), path
 
 
 def test_dependencies_are_those_that_are_imported() -> None:
@@ -44,7 +51,7 @@ def test_dependencies_are_those_that_are_imported() -> None:
 
 def test_it_runs_without_flashtile() -> None:
     """The last step is PyTorch's own attention then, and what flashtile alone knows is left out."""
-    code = "import sys; sys.modules['flashtile'] = None; import torch; from flashtile_ladder import report; "
+    code = "import sys; sys.modules['flashtile'] = None; import torch; from flashtile_ladder.cli import report; "
     code += "report.amount = lambda *_: report.Amount(('stack', 'intensity'), (8,), (64,), 0.0); "
     code += "from flashtile_ladder.cli import stack; steps = stack.stack_steps; "
     code += "stack.stack_steps = lambda device: {name: x for name, x in steps(device).items() if name[:2] in '4 11'}; "

@@ -10,21 +10,15 @@ import pytest
 import torch
 from emulated_cuda import emulation, needs_compiler
 
-from flashtile_ladder import (
-    cuda_compile,
-    cuda_launch,
-    iomodel,
-    memory_levels,
-    memory_patterns,
-    rounding,
-    share_kv,
-    step04_standard,
-    step09_cuda_warps,
-)
+from flashtile_ladder import iomodel, step04_standard
+from flashtile_ladder._host import cuda_compile, cuda_launch
+from flashtile_ladder._host.cuda_steps import warps
 from flashtile_ladder.cli import dtypes, gpu, long, show
 from flashtile_ladder.cli import rounding as ladder_rounding
 from flashtile_ladder.cli.measure import Measurement, Table
 from flashtile_ladder.iomodel import Machine, Shape
+from flashtile_ladder.measure import memory_levels, memory_patterns, rounding
+from flashtile_ladder.related import share_kv
 
 CPU = torch.device("cpu")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -159,9 +153,9 @@ def test_what_a_gpu_measures_compiles() -> None:
     }
     codes = [cuda_compile.cubin(source, 90) for source in sources.values()]
     assert all(name.encode() in code for name, code in zip(sources, codes, strict=True))
-    warps = step09_cuda_warps.source_for(64)
+    source = warps.source_for(64)
     plain, *changed = (
-        cuda_compile.cubin(warps._replace(flags=flags), 90) for flags in ((), *((x,) for x in ladder_rounding.FLAGS))
+        cuda_compile.cubin(source._replace(flags=flags), 90) for flags in ((), *((x,) for x in ladder_rounding.FLAGS))
     )
     assert all(code != plain for code in changed), "the flags say something to the compiler"
 

@@ -21,15 +21,9 @@ from torch import Tensor
 
 from flashtile.testing.case import Case
 from flashtile.testing.tolerance import compare
-from flashtile_ladder import (
-    running_lse_triton,
-    step04_standard,
-    step08_triton_lite,
-    step08_triton_lse,
-    step08_triton_online,
-    triton_any_size,
-    triton_or_not,
-)
+from flashtile_ladder import step04_standard, step08_triton_lite, step08_triton_lse, step08_triton_online
+from flashtile_ladder._host import triton_or_not
+from flashtile_ladder.related import running_lse_triton, triton_any_size
 
 TILE = step08_triton_lite.BLOCK_M
 needs_triton = pytest.mark.skipif(not triton_or_not.INSTALLED, reason="Triton is not installed")
@@ -124,10 +118,10 @@ def further(device: str = "cpu") -> list[tuple[str, dict[str, Any]]]:
     calls: list[tuple[str, dict[str, Any]]] = []
     for n, causal in ((1, False), (70, False), (70, True)):
         q, k, v = torch.randn(3, n, 16, device=device)
-        calls.append(("running_lse_triton", {"q": q, "k": k, "v": v, "causal": causal}))
+        calls.append(("related.running_lse_triton", {"q": q, "k": k, "v": v, "causal": causal}))
     for rows, keys, d in ((1, 1, 1), (8, 8, 16), (65, 70, 24)):
         q, k = (torch.randn(n, 3, d, device=device)[:, 1] for n in (rows, keys))
-        calls.append(("triton_any_size", {"q": q, "k": k, "v": torch.randn(d, keys, device=device).mT}))
+        calls.append(("related.triton_any_size", {"q": q, "k": k, "v": torch.randn(d, keys, device=device).mT}))
     return calls
 
 
@@ -135,7 +129,7 @@ def assert_further_are_right(calls: list[tuple[str, dict[str, Any]]], results: l
     for (module, given), (out, lse) in zip(calls, results, strict=True):
         exact = attention_of(**given)
         torch.testing.assert_close(out.cpu().double(), exact[0], rtol=0, atol=5e-6)
-        assert (lse is None) == (module == "triton_any_size")
+        assert (lse is None) == (module == "related.triton_any_size")
         if lse is not None:
             torch.testing.assert_close(lse.cpu().double(), exact[1], rtol=0, atol=5e-6)
 
@@ -154,7 +148,7 @@ def test_in_the_interpreter(tmp_path: Path) -> None:
     """Lite of any size too: right with all keys in one tile, of any number, and wrong with two."""
     calls, others = [(module, arguments(case)) for module, case in PROBLEMS], further()
     q, k, v = torch.randn(3, 65, 24)
-    lite = [("triton_any_size", {"q": q, "k": k[:n], "v": v[:n], "online": False}) for n in (24, 65)]
+    lite = [("related.triton_any_size", {"q": q, "k": k[:n], "v": v[:n], "online": False}) for n in (24, 65)]
     results = run_simulated([*calls, *TILES, *others, *lite], tmp_path, TRITON_INTERPRET="1")
     assert_right_but_lite(results[: len(calls)])
     assert_right_in_each_head(results[len(calls) : len(calls) + len(TILES)])

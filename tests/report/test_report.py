@@ -289,7 +289,7 @@ def test_a_slow_gate_examines_less_and_says_so(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_without_the_course_the_report_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "flashtile_ladder.report", raising=False)
+    monkeypatch.delitem(sys.modules, "flashtile_ladder.cli.report", raising=False)
     monkeypatch.setitem(sys.modules, "flashtile_ladder", None)
     section = ladder.ladder(settings_for(torch.device("cpu"), True), lambda: None)
     assert section.ok
@@ -301,7 +301,7 @@ def test_a_course_that_cannot_be_imported_is_an_error(monkeypatch: pytest.Monkey
     """Only its absence is none."""
     if ladder.course() is None:
         pytest.skip("needs flashtile-ladder")
-    monkeypatch.delitem(sys.modules, "flashtile_ladder.report")
+    monkeypatch.delitem(sys.modules, "flashtile_ladder.cli.report")
     monkeypatch.setitem(sys.modules, "flashtile_ladder.cli.stack", None)
     with pytest.raises(ModuleNotFoundError, match="stack"):
         ladder.course()

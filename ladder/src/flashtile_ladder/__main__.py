@@ -1,6 +1,36 @@
-"""`python -m flashtile_ladder`."""
+"""`python -m flashtile_ladder`: the steps and what to run next; with the number or the file of a step, that step."""
 
-from .cli.command import main
+import sys
+
+from . import STEPS
+from ._host.alone import run
+
+
+def listing() -> str:
+    """A line for each step, and what to run first."""
+    lines = ["Attention step by step. Each step is one file to read and to run:", ""]
+    for step in STEPS:
+        needs = f"  (needs {step.needs})" if step.needs else ""
+        lines.append(f"{step.number:>3}  {step.file:28} {step.changed}{needs}")
+    lines += [
+        "",
+        "Run the first: python -m flashtile_ladder 1",
+        "A file alone:  python -m flashtile_ladder step02_floats",
+    ]
+    return "\n".join([*lines, "Measure all:   flashtile-ladder --help"])
+
+
+def main(names: list[str]) -> None:
+    if not names:
+        print(listing())
+        return
+    chosen = [step for name in names for step in STEPS if name in (str(step.number), step.module, step.file)]
+    known = {name for step in STEPS for name in (str(step.number), step.module, step.file)}
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f"no step is called {unknown[0]}. {listing()}")
+    codes = [run(step.file, STEPS) for step in chosen]
+    raise SystemExit(max(codes))
+
 
 if __name__ == "__main__":
-    main(prog_name="flashtile-ladder")
+    main(sys.argv[1:])

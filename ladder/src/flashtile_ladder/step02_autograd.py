@@ -137,6 +137,6 @@ def in_order(ends: Sequence[Value]) -> list[Value]:
 
 
 if __name__ == "__main__":
-    from .alone import run
+    from ._host.alone import run
 
-    run(__file__)
+    raise SystemExit(run(__file__))

@@ -1,6 +1,15 @@
-// Step 3: the two halves of step 2 in C++, on one thread. step03_cpp.py compiles and calls this file.
+// Step 3. C++ on one thread: the two halves of step 2 compiled.
 //
-// All matrices are [n, d], row after row. lse is [n].
+// The change. Nothing in the mathematics: `graph=True` records `Value*` nodes as step02_autograd does, `graph=False`
+// has
+// the loops of step02_floats, in float32.
+//
+// Why it is faster. A multiplication is one instruction on a register; in Python it is a type test, a call and a new
+// object on the heap. -O2 removes what the language adds; -O3 -march=native also uses this machine's vector registers
+// where the order of a sum allows it. The graph stays slow even so: it writes a node of 32 bytes to memory for each
+// operation, and reads it again in backward.
+//
+// All matrices are [n, d], row after row. lse is [n]. Run it: python -m flashtile_ladder step03_cpp
 
 #include <cmath>
 #include <cstdint>

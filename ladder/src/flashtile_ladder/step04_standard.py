@@ -105,6 +105,6 @@ def softmax_backward(p: Tensor, dp: Tensor) -> Tensor:
 
 
 if __name__ == "__main__":
-    from .alone import run
+    from ._host.alone import run
 
-    run(__file__)
+    raise SystemExit(run(__file__))

@@ -14,6 +14,8 @@ writes together are in Theta(N² d² / M): standard attention's N² divided by M
 Backward makes the tiles of P again from q, k and lse: more operations, and yet faster, because nothing of size N² is
 read. Dropout too is made again: what is kept for backward is the state of the random number generator.
 
+`plain` is the loop alone. `attention` adds what a call may ask for: causal, a mask, dropout, lse, blocks for an SRAM.
+
 (Dao et al., "FlashAttention", 2022: algorithm 1; 2 in appendix B for masks and dropout; 4 for backward.) `x[...]` on
 the right is a read of HBM and `x[...] =` a write, as in step 4.
 """
@@ -34,6 +36,24 @@ def block_sizes(memory: int, d: int) -> tuple[int, int]:
     """Br rows and Bc keys of a tile, for `memory` elements on chip: Bc = ceil(M / 4d), Br = min(Bc, d)."""
     keys = math.ceil(memory / (4 * d))
     return min(keys, d), keys
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, block: int = 4) -> Tensor:
+    """`[N, d]` to out `[N, d]`: FlashAttention-1 without options. Read this first."""
+    n, d = one_shape(q, k, v)
+    out, l, m = torch.zeros_like(q), q.new_zeros((n, 1)), q.new_full((n, 1), -math.inf)
+    for j in range(0, n, block):  # a block of keys and values is read once
+        k_j, v_j = k[j : j + block], v[j : j + block]
+        for i in range(0, n, block):  # all rows come by, each with its state
+            rows = slice(i, i + block)
+            s = q[rows] @ k_j.mT / math.sqrt(d)  # the scores of one tile
+            m_new = torch.maximum(m[rows], s.amax(dim=1, keepdim=True))
+            p = torch.exp(s - m_new)  # the weights of the tile, before they are divided
+            kept = l[rows] * torch.exp(m[rows] - m_new)  # the sum so far, in units of the new maximum
+            l_new = kept + p.sum(dim=1, keepdim=True)
+            out[rows] = (kept * out[rows] + p @ v_j) / l_new
+            l[rows], m[rows] = l_new, m_new
+    return out
 
 
 def attention(
@@ -176,6 +196,6 @@ def keep_factors(generator: torch.Generator, p: Tensor, dropout_p: float) -> Ten
 
 
 if __name__ == "__main__":
-    from .alone import run
+    from ._host.alone import run
 
-    run(__file__)
+    raise SystemExit(run(__file__))

@@ -120,6 +120,6 @@ def hide_future(s: Tensor, rows: slice, keys: slice, causal: bool) -> Tensor:
 
 
 if __name__ == "__main__":
-    from .alone import run
+    from ._host.alone import run
 
-    run(__file__)
+    raise SystemExit(run(__file__))

@@ -20,7 +20,7 @@ import math
 import torch
 from torch import Tensor
 
-from .triton_or_not import check, on, tl, triton
+from ._host.triton_or_not import check, on, tl, triton
 
 BLOCK_M = BLOCK_N = 64
 
@@ -85,6 +85,6 @@ def attention(
 
 
 if __name__ == "__main__":
-    from .alone import run
+    from ._host.alone import run
 
-    run(__file__)
+    raise SystemExit(run(__file__))

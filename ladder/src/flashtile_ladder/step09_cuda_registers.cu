@@ -1,6 +1,27 @@
-// Step 9, third of four. A block of 32 x 32 threads and a tile of 32 * ROWS rows and 32 keys. Thread (x, y) has the
-// rows y, y + 32, ... of the tile, and of those column x of S and the columns x, x + 32, ... of the accumulator, in
-// arrays of registers. HEAD_DIM (d) and ROWS are set when this is compiled.
+// Step 9, third of four. CUDA C++: 32 x 32 threads, tiles of 64 rows and 32 keys, arrays of registers.
+//
+// The change. A block takes 64 rows at a time, as FlashAttention-2 does (step 6), so K and V are read N / 64 times and
+// not N times. Thread (x, y) has the rows y and y + 32 of the tile, and of each of them one score and d / 32 columns of
+// the accumulator, in small arrays of registers:
+//
+//     S[y + 32 i, x] = q[y + 32 i] . k[x]              i = 0, 1
+//     acc[y + 32 i, x + 32 c] += sum_j P[y + 32 i, j] v[j, x + 32 c]
+//
+// Why it is faster. Each tile of 64 rows is a block: 16 heads of 4,096 rows are 1,024 blocks, where the first kernel
+// has 16 for 132 multiprocessors. A row of S lies across a warp, so its maximum and its sum take five exchanges for 32
+// keys. What two rows of registers do not give is fewer reads of shared memory: a product of R rows by C columns of
+// registers takes R + C reads for R C products, which is 3 for 2 here, and 1 for 1 in the first kernel, whose row of q
+// is in registers. Tiles of registers pay when they are larger: 16 reads for 64 products at 8 x 8.
+//
+// Why it is easy to get wrong. Every index has three parts: which tile, which thread, which register. `BUGS` of
+// _host/cuda_steps.py has three mix-ups of these parts; each computes right results for some problems, and the page
+// shows which test sees it.
+//
+// A block of 32 x 32 threads and a tile of 32 * ROWS rows and 32 keys. Thread (x, y) has the rows y, y + 32, ... of the
+// tile, and of those column x of S and the columns x, x + 32, ... of the accumulator, in arrays of registers. HEAD_DIM
+// (d) and ROWS are set when this is compiled. float32, d 16, 32 or 64: more does not fit 48 KB.
+//
+// Run it: python -m flashtile_ladder step09_cuda_registers
 
 constexpr int D = HEAD_DIM;
 constexpr int BLOCK = 32;

@@ -1,5 +1,25 @@
-// Step 9, first of four. One block for each head, one thread for each row, keys outside: FlashAttention-1's order.
-// HEAD_DIM (d) and BLOCK_N are set when this is compiled; blockDim.x is the number of rows that go in step.
+// Step 9, first of four. CUDA C++: one block for each head, one thread for each row, keys outside.
+//
+// The change. Triton's programs own tiles and never mention a thread; here each thread is written out. This is step 5,
+// FlashAttention-1, as a kernel: the outer loop takes a block of K and V into shared memory, and the inner one brings
+// all rows past it, thread t taking the rows t, t + 128, ... With l O what a row had before it was normalised,
+//
+//     acc = l O;   for each key j of the block:   m_new = max(m, x_j)      alpha = exp(m - m_new)
+//                                                 l = alpha l + exp(x_j - m_new)
+//                                                 acc = alpha acc + exp(x_j - m_new) v_j
+//     O = acc / l
+//
+// and O, l and m go back to HBM after each block.
+//
+// Why it is leaner than standard attention: neither S nor P is in HBM. Why it is slow: one block for each head leaves
+// nearly all of a GPU idle, threads that read rows of their own read D numbers apart, and the products run on the
+// ordinary units. The next three kernels take these up in turn.
+//
+// One block for each head, one thread for each row, keys outside: FlashAttention-1's order. HEAD_DIM (d) and BLOCK_N
+// are set when this is compiled; blockDim.x is the number of rows that go in step. float32, d 16, 32 or 64: q and acc
+// of a row are registers.
+//
+// Run it: python -m flashtile_ladder step09_cuda_rows
 
 constexpr int D = HEAD_DIM;
 

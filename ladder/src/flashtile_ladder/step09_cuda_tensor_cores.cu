@@ -1,14 +1,38 @@
-// Step 9, last of four. Tensor cores: 4 warps with 16 rows each, tiles of 64 keys, products of 16 x 16 by 16 x 8.
-// HEAD_DIM (d) and HALF (f16 or bf16) are set when this is compiled.
+// Step 9, last of four. CUDA C++ on tensor cores: `mma.sync`, `ldmatrix`, `cp.async`, P kept in registers.
+//
+// The change. The products of step 6's tiles are instructions: `mma.sync` multiplies 16 x 16 by 16 x 8 numbers of 16
+// bits in one go, with sums in float32. The 32 lanes of a warp hold the operands between them, each lane a few numbers
+// at places that the instruction prescribes (step09_instructions.cuh says which).
+//
+// - `ldmatrix` brings tiles from shared memory to these places, four 8 x 8 blocks at a time, transposed on the way
+// or not.
+//   Kᵀ needs no transposing, since a row of K is a column of Kᵀ; V does.
+// - P stays in registers. The places that two blocks of S = Q Kᵀ have as a result are the places that a block of P
+// needs
+//   as an operand of P V: exp, round to 16 bits, multiply.
+// - K and V share one buffer. When S is made, K is no longer needed, so V is copied over it by `cp.async`, which
+// goes past
+//   the registers and makes no thread wait, and the softmax runs in the meantime. Q passed through the same buffer,
+// once.
+//
+//     S = Q Kᵀ  |  V: copied  |  V is there  |  acc = alpha acc + P V
+//               |  P = 2^(S scale log2 e - m)
+//
+// Why it is faster. A tensor core does in one instruction what took a warp 64 multiply-adds for each lane. What it
+// still lacks of a product's kernel: the copy of the next K runs while nothing is computed (two buffers would hide it),
+// and Hopper's larger instructions, which read their operands from shared memory by themselves.
+//
+// Tensor cores: 4 warps with 16 rows each, tiles of 64 keys, products of 16 x 16 by 16 x 8. HEAD_DIM (d) and HALF (f16
+// or bf16) are set when this is compiled. float16 or bfloat16; d 16, 32, 64 or 128; a GPU of compute capability 8.0 or
+// above.
+//
+// Run it: python -m flashtile_ladder step09_cuda_tensor_cores
 #include "step09_instructions.cuh"
 
 constexpr int D = HEAD_DIM;
 constexpr int BLOCK = 64;            // rows of a block, keys of a tile
 constexpr int THREADS = 128;
 constexpr int STRIDE = D + 8;        // 16 bytes more: the 8 rows that ldmatrix reads at a time lie in different banks
-constexpr float LOG2_E = 1.4426950408889634f;
-
-typedef unsigned short half_bits;
 
 // Rows [first, first + BLOCK) of a matrix [n, D], 16 bytes for each thread and turn; zeros beyond n.
 __device__ void start_copy(half_bits (*tile)[STRIDE], const half_bits* matrix, int first, int n) {
@@ -24,17 +48,6 @@ __device__ void start_copy(half_bits (*tile)[STRIDE], const half_bits* matrix, i
 __device__ void finish_copy() {
     wait_for_copies();
     __syncthreads();
-}
-
-// Over the four lanes that share a row of the accumulator.
-__device__ float row_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-}
-
-__device__ float row_sum(float x) {
-    x += __shfl_xor_sync(0xffffffffu, x, 1);
-    return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) attention_tensor_cores(
@@ -67,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_tensor_cores(
         for (int e = 0; e < 4; e++) acc[c][e] = 0.0f;
     float m[2] = {MINUS_INFINITY, MINUS_INFINITY}, l[2] = {0.0f, 0.0f};  // of the rows g and g + 8; l: this lane's part
     const int row[2] = {first + 16 * warp + lane / 4, first + 16 * warp + lane / 4 + 8};
-    const float scale_log2 = scale * LOG2_E;  // exp(x) = 2^(x log2 e), and there is an instruction for 2^x
+    const float scale_log2 = scale * LOG2_E;
 
     const int end = causal ? min(first + BLOCK, n) : n;
     for (int start = 0; start < end; start += BLOCK) {

@@ -72,3 +72,23 @@ __device__ float widen(unsigned short bits) {
 }
 
 #endif
+
+// What kernels of 16-bit numbers share beside instructions.
+#ifndef STEP09_ROWS
+#define STEP09_ROWS
+
+typedef unsigned short half_bits;
+constexpr float LOG2_E = 1.4426950408889634f;  // exp(x) = 2^(x log2 e), and there is an instruction for 2^x
+
+// Over the four lanes that share a row of the accumulator.
+__device__ float row_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+__device__ float row_sum(float x) {
+    x += __shfl_xor_sync(0xffffffffu, x, 1);
+    return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+#endif

@@ -253,6 +253,6 @@ def backward(
 
 
 if __name__ == "__main__":
-    from .alone import run
+    from ._host.alone import run
 
-    run(__file__)
+    raise SystemExit(run(__file__))

@@ -18,7 +18,7 @@ def course() -> Any:
     """The course's tables for reports, or `None` where it is not installed."""
     if importlib.util.find_spec("flashtile_ladder") is None:
         return None
-    return importlib.import_module("flashtile_ladder.report")
+    return importlib.import_module("flashtile_ladder.cli.report")
 
 
 def ladder(settings: Settings, advance: Callable[[], None]) -> Section:

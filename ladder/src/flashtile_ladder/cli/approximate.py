@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import linear_attention, lsh_attention
+from ..related import linear_attention, lsh_attention
 from .library import NAME, one_head
 from .measure import Measurement, Run, Table, inputs, timed
 

@@ -123,7 +123,7 @@ def refuse_plot_without(names: tuple[str, ...], plot: Path) -> None:
 
 def measured(names: tuple[str, ...], device: torch.device, everything: bool) -> "Iterator[tuple[Table, float]]":
     """Each table and its seconds, when it is done. One that fails says so, and the others follow."""
-    from ..triton_or_not import on
+    from .._host.triton_or_not import on
     from .measure import Table, one_thread
 
     kept = stored.load(stored.path_for(device))

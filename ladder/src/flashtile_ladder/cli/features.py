@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import step04_standard, step05_flash1, step06_flash2, step10_variants
-from ..counted import count
+from ..measure.counted import count
 from .allocation import live_and_peak_bytes
 from .library import STEP, attention
 from .measure import Measurement, Run, Table, inputs, timed

@@ -7,31 +7,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import (
-    block_query,
-    cuda_launch,
-    memory_levels,
-    memory_patterns,
-    share_kv,
-    split_keys,
-    step07_numba_cuda,
-    step08_triton_lse,
-    step09_cuda_registers,
-    step09_cuda_rows,
-    step09_cuda_tensor_cores,
-    step09_cuda_warps,
-)
-from ..cuda_compile import CudaUnavailableError, Source
+from .. import step07_numba_cuda, step08_triton_lse
+from .._host import cuda_launch
+from .._host.cuda_compile import CudaUnavailableError, Source
+from .._host.cuda_steps import registers, rows, split_keys, tensor_cores, warps
+from ..measure import memory_levels, memory_patterns
+from ..related import block_query, share_kv
 from .library import STEP, attention
 from .measure import Measurement, Run, Table, error_of, inputs, timed, triton_compiles
 
 Prepare = Callable[[Tensor, Tensor, Tensor], Run]  # from q, k, v `[N, d]` in float32 to a call
 
 STEP_9: dict[str, tuple[Any, torch.dtype]] = {
-    "9 CUDA C++, rows": (step09_cuda_rows, torch.float32),
-    "9 CUDA C++, warps": (step09_cuda_warps, torch.float32),
-    "9 CUDA C++, registers": (step09_cuda_registers, torch.float32),
-    "9 CUDA C++, tensor cores, float16": (step09_cuda_tensor_cores, torch.float16),
+    "9 CUDA C++, rows": (rows, torch.float32),
+    "9 CUDA C++, warps": (warps, torch.float32),
+    "9 CUDA C++, registers": (registers, torch.float32),
+    "9 CUDA C++, tensor cores, float16": (tensor_cores, torch.float16),
 }
 NUMBA, TRITON = "7 Numba for CUDA", "8 Triton, lse"
 
@@ -70,7 +61,7 @@ def cuda_problem(device: torch.device) -> str | None:
         return reason
     try:
         q = torch.zeros((1, 16), device=device)
-        step09_cuda_warps.attention(q, q, q)
+        warps.attention(q, q, q)
     except CudaUnavailableError as error:
         return str(error)
     return None

@@ -8,7 +8,9 @@ import sys
 
 import torch
 
-from .. import rounding, step08_triton_lite, step08_triton_online, triton_or_not
+from .. import step08_triton_lite, step08_triton_online
+from .._host import triton_or_not
+from ..measure import rounding
 from .measure import Measurement, Table, error_of, inputs
 
 LITE_PUBLISHED = {64: 0.002, 128: 0.761, 256: 1.292, 512: 2.287, 1024: 3.491}

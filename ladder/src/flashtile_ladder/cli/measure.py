@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import step04_standard, step08_triton_lse, triton_or_not
+from .. import step04_standard, step08_triton_lse
+from .._host import triton_or_not
 from .rates import once
 from .stored import slow_rows
 

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import rounding as pages
-from .. import step04_standard, step09_cuda_warps
+from .. import step04_standard
+from .._host.cuda_steps import warps
+from ..measure import rounding as pages
 from .gpu import cuda_problem
 from .measure import Measurement, Table, inputs
 
@@ -33,7 +34,7 @@ def rounding(device: torch.device) -> Measurement:
 def compiler_flags(n: int, d: int, device: torch.device) -> list[dict[str, Any]]:
     """Rows of a table: step 9's second kernel, which adds up in one order whatever the flags."""
     q, k, v = inputs(n, d, device)
-    attend = step09_cuda_warps.attention
+    attend = warps.attention
     rows = []
     for scale in (d**-0.5, 1.0):
         exact = step04_standard.attention(q.cpu().double(), k.cpu().double(), v.cpu().double(), scale=scale)

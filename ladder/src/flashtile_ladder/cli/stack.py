@@ -15,15 +15,15 @@ from torch import Tensor
 from .. import (
     step02_autograd,
     step02_floats,
-    step03_cpp,
     step04_standard,
     step05_flash1,
     step06_flash2,
     step07_numba,
     step08_triton_lite,
     step10_variants,
-    triton_any_size,
 )
+from .._host import cpp as step03_cpp
+from ..related import triton_any_size
 from .gpu import gpu_steps, missing_gpu_steps
 from .library import STEP, one_head, plan
 from .measure import Measurement, Run, Table, error_of, first, inputs, timed, triton_compiles

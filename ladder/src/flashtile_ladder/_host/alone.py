@@ -1,0 +1,205 @@
+"""Skip this file when you learn: it runs one step by itself, `python -m flashtile_ladder 5`.
+
+It prints a result, its largest error against attention in fp64, and the bytes that the step moves, beside those of the
+step that it follows from; then its time, with the reason why it is more or less. A step that needs a GPU, a compiler or
+a package that is not here says so.
+"""
+
+import gc
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import STEPS, Step
+from ..measure.counted import count
+
+SMALL, LARGE = (64, 16), (512, 64)  # N, d: up to step 3, whose loops are Python's or C++'s, and from step 4 on
+SIMULATED = (64, 16)  # where a thread of Python stands for each thread of a GPU
+SECONDS = 0.3  # of timing
+COUNTED = ("step01_softmax", "step04_standard", "step05_flash1", "step06_flash2", "step10_variants")
+ROWS_OF_A_BLOCK = {  # of compiled code: rows for which K and V are read once
+    "step07_numba": 32,
+    "step07_numba_cuda": 32,
+    "step08_triton_lite": 64,
+    "step08_triton_online": 64,
+    "step08_triton_lse": 64,
+    "step09_cuda_warps": 1,
+    "step09_cuda_registers": 64,
+    "step09_cuda_tensor_cores": 64,
+}
+ON_GPU = ("step09_cuda_rows", *(name for name in ROWS_OF_A_BLOCK if name != "step07_numba"))
+
+
+class Bytes(NamedTuple):
+    """What a step moves between its two memories, and how that is known."""
+
+    read: int
+    written: int
+    how: str
+
+    @property
+    def total(self) -> int:
+        return self.read + self.written
+
+    def __str__(self) -> str:
+        return f"{self.read / 1e6:.3g} MB read, {self.written / 1e6:.3g} MB written, {self.how}"
+
+
+def run(file: str, steps: Sequence[Step] = STEPS) -> int:
+    """Print what the step in this file does. Returns 1 where it cannot run here, else 0."""
+    torch.set_num_threads(1)
+    number, step = next((i, step) for i, step in enumerate(steps) if step.file == Path(file).name)
+    q, k, v = inputs(step)
+    device = q.device
+    show(f"Step {step.number}", f"{step.name}: {step.changed}")
+    show("", f"one head, N = {q.shape[0]}, d = {q.shape[1]}, on {'the GPU' if device.type == 'cuda' else 'the CPU'}")
+    try:
+        out = first(call(step, q, k, v)())
+    except (RuntimeError, ValueError) as problem:
+        print(f"cannot run: {problem}")
+        return 1
+    show("out[0, :4]", ", ".join(f"{x:.6f}" for x in out[0, :4].tolist()))
+    show("largest error, from fp64", f"{float((out.cpu().double() - exact(q, k, v)).abs().max()):.1e}")
+    moved = bytes_moved(step, q, k, v)
+    show("bytes", str(moved))
+    before = next((x for x in steps if x.module == step.after), None)
+    if before is not None:
+        compare_bytes(moved, before, q, k, v)
+    compare_times(step, before, q, k, v)
+    show("still open", step.still_open)
+    if number + 1 < len(steps):
+        show("run next", f"python -m flashtile_ladder {steps[number + 1].module}")
+    return 0
+
+
+def show(title: str, words: str) -> None:
+    print(f"{title:28} {words}".rstrip())
+
+
+def compare_bytes(moved: "Bytes | str", before: Step, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """The bytes of the step before on the same tensors."""
+    earlier = bytes_moved(before, q, k, v)
+    words = str(earlier)
+    if isinstance(moved, Bytes) and isinstance(earlier, Bytes):
+        words += f": this one moves {moved.total / earlier.total:.2g} times as many"
+    show(f"those of step {before.number}", words)
+
+
+def compare_times(step: Step, before: Step | None, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """The time, that of the step before, and why they differ."""
+    device = q.device
+    interpreted = device.type == "cpu" and step.module in ON_GPU
+    words = " of an interpreter, which says nothing of a GPU" if interpreted else ""
+    show("time", f"{milliseconds(call(step, q, k, v), device):.4g} ms{words}")
+    if before is not None:
+        try:
+            show(
+                f"that of step {before.number}", f"{milliseconds(call(before, q, k, v), device):.4g} ms, {before.name}"
+            )
+        except (RuntimeError, ValueError) as problem:  # it needs what is not here, or takes other sizes
+            show(f"that of step {before.number}", f"not here: {problem}")
+    show("why", step.time)
+
+
+def inputs(step: Step) -> tuple[Tensor, Tensor, Tensor]:
+    """Standard normal q, k, v `[N, d]`, of a size that the step does in a moment."""
+    device = device_for(step)
+    n, d = SMALL if step.number < 4 else LARGE
+    if step.module == "step07_numba_cuda" and os.environ.get("NUMBA_ENABLE_CUDASIM") == "1":
+        n, d = SIMULATED
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn((n, d), generator=generator).to(device) for _ in range(3))
+    return q, k, v
+
+
+def device_for(step: Step) -> torch.device:
+    """The GPU for a step that needs one, where there is one; interpreters take the CPU's tensors."""
+    return torch.device("cuda" if step.module in ON_GPU and torch.cuda.is_available() else "cpu")
+
+
+def call(step: Step, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Any]:
+    """`attention` of the step on these tensors, in the form and dtype that it takes."""
+    module = step.load()
+    if step.module == "step02_autograd":
+        values = [module.values(x.tolist()) for x in (q, k, v)]
+        return lambda: module.attention(*values)
+    if not step.tensors:
+        rows = [x.tolist() for x in (q, k, v)]
+        return lambda: module.attention(*rows)
+    if step.module == "step09_cuda_tensor_cores":
+        q, k, v = (x.half() for x in (q, k, v))
+    return lambda: module.attention(q, k, v)
+
+
+def first(results: tuple[Any, ...]) -> Tensor:
+    """`out` as a tensor `[N, d]`."""
+    out = results[0]
+    if isinstance(out, list):
+        return torch.tensor([[getattr(x, "data", x) for x in row] for row in out], dtype=torch.float64)
+    return out
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention `[N, d]` as defined, in fp64 on the CPU."""
+    q, k, v = (x.cpu().double() for x in (q, k, v))
+    return torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), dim=-1) @ v
+
+
+def bytes_moved(step: Step, q: Tensor, k: Tensor, v: Tensor) -> Bytes | str:
+    """Reads and writes of HBM: counted where a step slices tensors, else from the bounds of its loops."""
+    n, d = q.shape
+    module = step.load()
+    if step.module in COUNTED:
+        function = module.attention_in_kernels if step.module == "step04_standard" else module.attention
+        counts, _ = count(function, [q.cpu(), k.cpu(), v.cpu()])
+        return Bytes(counts["read"], counts["written"], "counted")
+    if step.module == "step02_autograd":
+        out, _ = module.attention(*(module.values(x.tolist()) for x in (q, k, v)))
+        nodes = len(module.in_order([x for row in out for x in row]))
+        return f"a graph of {nodes:,} nodes, counted; each is a Python object"
+    if step.number < 4:  # the loops of step 2: each row of Q meets all rows of K and V
+        itemsize = 8 if step.number == 2 else 4
+        return Bytes(itemsize * (n * d + 2 * n * n * d), itemsize * n * (d + 1), "from its loops")
+    size = 2 if step.module == "step09_cuda_tensor_cores" else 4
+    if step.module == "step09_cuda_rows":  # step 5's order: O, l and m come and go for each block of keys
+        visits = math.ceil(n / module.macros["BLOCK_N"])
+        read = size * (2 * n * d + visits * n * (2 * d + 2))
+        return Bytes(read, size * (visits * n * (d + 2) + n), "from its loops")
+    visits = math.ceil(n / ROWS_OF_A_BLOCK[step.module])
+    return Bytes(size * (n * d + visits * 2 * n * d), size * n * d + 4 * n, "from its loops")
+
+
+def milliseconds(attend: Callable[[], Any], device: torch.device) -> float:
+    """The fastest of some calls; the first one compiles."""
+    attend()
+    gc.disable()  # its search for cycles, which step 2's many objects set off, takes longer than the step
+    try:
+        best, end = math.inf, time.perf_counter() + SECONDS
+        while math.isinf(best) or time.perf_counter() < end:
+            synchronize(device)
+            start = time.perf_counter()
+            attend()
+            synchronize(device)
+            best = min(best, time.perf_counter() - start)
+    finally:
+        gc.enable()
+    return 1e3 * best
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def guarded(main: Callable[[], None]) -> None:
+    """Run the program of a file that is no step; where it cannot run here, say so and exit with 1."""
+    try:
+        main()
+    except RuntimeError as problem:
+        raise SystemExit(f"cannot run: {problem}") from None

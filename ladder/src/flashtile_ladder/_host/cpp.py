@@ -1,0 +1,129 @@
+"""Skip this file when you learn: it compiles step03_cpp.cpp and calls it.
+
+Needs a C++ compiler: the one that CXX names, or c++, g++ or clang++ on the PATH. `attention` compiles on first use.
+"""
+
+import atexit
+import ctypes
+import functools
+import math
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).parents[1] / "step03_cpp.cpp"
+O2, O3 = ("-O2",), ("-O3", "-march=native")
+
+
+class CompilerError(RuntimeError):
+    """There is no C++ compiler, or it did not compile; the message says which."""
+
+
+def compiler() -> str | None:
+    """The path of the system's C++ compiler, or `None`."""
+    return next((path for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if (path := found(name))), None)
+
+
+def found(name: str | None) -> str | None:
+    return shutil.which(name) if name else None
+
+
+@functools.cache
+def library(flags: tuple[str, ...]) -> ctypes.CDLL:
+    """step03_cpp.cpp, compiled with these flags into a directory that goes when the process does.
+
+    Raises:
+        CompilerError: no compiler is found, or it fails.
+    """
+    path = compiler()
+    if path is None:
+        raise CompilerError(
+            "step 3 of the ladder compiles C++ and found no compiler: install one (c++, g++ or clang++ on the PATH), "
+            "or name it in the environment variable CXX. All other steps run without."
+        )
+    directory = tempfile.mkdtemp(prefix="flashtile-ladder-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    binary = Path(directory) / "step03.so"
+    command = [path, "-std=c++17", *flags, "-fPIC", "-shared", str(SOURCE), "-o", str(binary)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise CompilerError(f"`{' '.join(command)}` failed:\n{result.stderr}")
+    return ctypes.CDLL(str(binary))
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+    *,
+    flags: tuple[str, ...] = O3,
+    graph: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`[N, d]` float32 tensors on the CPU to out `[N, d]` and lse `[N]`.
+
+    Raises:
+        CompilerError: there is no working C++ compiler.
+        TypeError, ValueError: the tensors are not float32 on the CPU, or not of one shape.
+    """
+    q, k, v = (float32(x, q.shape) for x in (q, k, v))  # [N, d]
+    n, d = q.shape
+    out, lse = torch.empty_like(q), q.new_empty(n)  # [N, d], [N]
+    size = c_size(n, d, causal, scale)
+    if graph:
+        library(flags).attention_graph(*pointers(q, k, v), *size, *pointers(out, lse, None, None, None, None))
+    else:
+        library(flags).attention_raw(*pointers(q, k, v), *size, *pointers(out, lse))
+    return out, lse
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+    *,
+    flags: tuple[str, ...] = O3,
+    graph: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv `[N, d]`. With `graph=True` forward runs again, and its graph is walked back."""
+    n, d = q.shape
+    q, k, v, out, dout = (float32(x, q.shape) for x in (q, k, v, out, dout))  # [N, d]
+    lse = float32(lse, q.shape[:1])  # [N]
+    dq, dk, dv = (torch.zeros_like(q) for _ in range(3))  # [N, d]
+    size = c_size(n, d, causal, scale)
+    if graph:
+        again = torch.empty_like(out), torch.empty_like(lse)
+        library(flags).attention_graph(*pointers(q, k, v), *size, *pointers(*again, dout, dq, dk, dv))
+    else:
+        library(flags).backward_raw(*pointers(q, k, v, out, lse, dout), *size, *pointers(dq, dk, dv))
+    return dq, dk, dv
+
+
+def c_size(n: int, d: int, causal: bool, scale: float | None) -> tuple[Any, ...]:
+    scale = 1 / math.sqrt(d) if scale is None else scale
+    return ctypes.c_int64(n), ctypes.c_int64(d), int(causal), ctypes.c_float(scale)
+
+
+def float32(x: Tensor, shape: torch.Size) -> Tensor:
+    """Contiguous, and what the C++ code takes it for: it cannot tell."""
+    if x.dtype is not torch.float32 or x.device.type != "cpu":
+        raise TypeError(f"step 3 takes float32 tensors on the CPU; one is {x.dtype} on {x.device}")
+    if x.shape != shape:
+        raise ValueError(f"step 3 takes q, k, v of one shape [N, d]; q says {list(shape)}, one is {list(x.shape)}")
+    return x.detach().contiguous()
+
+
+def pointers(*tensors: Tensor | None) -> list[ctypes.c_void_p]:
+    return [ctypes.c_void_p(None if x is None else x.data_ptr()) for x in tensors]

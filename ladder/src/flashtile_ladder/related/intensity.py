@@ -1,0 +1,142 @@
+"""Operations for each byte of whole models: BERT-base, BERT-large and GPT-2 against N, and the batch of decoding.
+
+Every operation of a layer is a kernel of its own that reads its operands from the big memory and writes its result,
+two bytes for a number. A product [a, b] by [b, c] moves a b + b c + a c numbers for 2 a b c operations.
+
+Encoders. For short N the weights dominate: 12 D² numbers are read for each layer at any N, so operations for each
+byte rise with N. For long N the scores do: h N² numbers are written and read again, for 2 d operations each way, so
+operations for each byte fall towards those of standard attention. The top lies between, near N = 512. What a fused
+attention removes is this second part. (Kim et al., "Full Stack Optimization of Transformer Inference: a Survey", 2023,
+section 2, for the shape of these curves.)
+
+Decoders. A step has one token, so each weight that is read serves 2 operations for each sequence of the batch: with b
+sequences, weights have b operations for each byte of 16-bit numbers. A machine with pi operations and beta bytes a
+second is balanced at pi / beta operations for each byte, and weights reach that at the batch
+
+    b* = (pi / beta) (bytes of a number) / 2        (the balance batch)
+
+Keys and values do not: each sequence has its own, so attention keeps its g operations for each byte (g query heads for
+each key head) at any batch.
+
+`python -m flashtile_ladder.related.intensity` prints the curves and balance batches.
+"""
+
+from typing import NamedTuple
+
+ITEMSIZE = 2
+POINTWISE = {"softmax": 5, "gelu": 8, "add and normalize": 8}  # operations for each number
+
+
+class Model(NamedTuple):
+    """The sizes of a transformer; the feed-forward layer is 4 D wide."""
+
+    name: str
+    layers: int
+    width: int  # D
+    heads: int
+    decodes: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+
+class Machine(NamedTuple):
+    """Rates of a data sheet: 16-bit tensor cores without sparsity, and the big memory."""
+
+    name: str
+    flops_per_second: float
+    bytes_per_second: float
+
+    @property
+    def ridge(self) -> float:
+        return self.flops_per_second / self.bytes_per_second
+
+    def balance_batch(self, itemsize: int = ITEMSIZE) -> float:
+        """Sequences with which reading a weight takes as long as multiplying by it."""
+        return self.ridge * itemsize / 2
+
+
+class Work(NamedTuple):
+    """Operations and bytes."""
+
+    flops: int = 0
+    moved: int = 0
+
+    def __add__(self, other: "Work") -> "Work":  # type: ignore[override]
+        return Work(self.flops + other.flops, self.moved + other.moved)
+
+    @property
+    def intensity(self) -> float:
+        return self.flops / self.moved
+
+
+MODELS = (Model("BERT-base", 12, 768, 12), Model("BERT-large", 24, 1024, 16), Model("GPT-2", 12, 768, 12, True))
+MACHINES = (  # NVIDIA's data sheets
+    Machine("A100 40 GB", 312e12, 1.555e12),
+    Machine("A100 80 GB", 312e12, 2.039e12),
+    Machine("H100 SXM", 989e12, 3.35e12),
+    Machine("H200", 989e12, 4.8e12),
+)
+
+
+def product(a: int, b: int, c: int, times: int = 1) -> Work:
+    """`times` products [a, b] by [b, c]."""
+    return Work(2 * a * b * c * times, ITEMSIZE * (a * b + b * c + a * c) * times)
+
+
+def pointwise(name: str, numbers: int, reads: int = 1) -> Work:
+    """An operation on each number: `reads` operands are read, one result is written."""
+    return Work(POINTWISE[name] * numbers, ITEMSIZE * numbers * (reads + 1))
+
+
+def layer(model: Model, rows: int, keys: int, batch: int = 1) -> dict[str, Work]:
+    """One layer for `rows` tokens of each of `batch` sequences, over `keys` keys and values of its own."""
+    tokens, width, heads = batch * rows, model.width, batch * model.heads
+    mha = product(tokens, width, 3 * width) + product(tokens, width, width)  # projections
+    scores = product(rows, model.head_dim, keys, heads) + pointwise("softmax", heads * rows * keys)
+    scores += product(rows, keys, model.head_dim, heads)
+    ffn = product(tokens, width, 4 * width) + product(tokens, 4 * width, width)
+    ffn += pointwise("gelu", tokens * 4 * width)
+    rest = pointwise("add and normalize", 2 * tokens * width, reads=2)
+    return {"projections": mha, "attention": scores, "feed-forward": ffn, "rest": rest}
+
+
+def total(works: dict[str, Work], layers: int = 1) -> Work:
+    """The sum over a layer's parts, `layers` times."""
+    flops, moved = (sum(getattr(work, field) for work in works.values()) for field in Work._fields)
+    return Work(layers * flops, layers * moved)
+
+
+def run(model: Model, n: int) -> Work:
+    """An encoder's pass over N tokens, or a decoder's N steps, token after token."""
+    if not model.decodes:
+        return total(layer(model, n, n), model.layers)
+    work = Work()
+    for keys in range(1, n + 1):
+        work += total(layer(model, 1, keys), model.layers)
+    return work
+
+
+def decode_intensity(model: Model, keys: int, batch: int) -> dict[str, float]:
+    """Operations for each byte of a step of `batch` sequences with `keys` keys each, by part."""
+    return {name: work.intensity for name, work in layer(model, 1, keys, batch).items()}
+
+
+def main() -> None:
+    lengths = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+    print("operations for each byte, N =", *lengths)
+    for model in MODELS:
+        print(f"{model.name:>10}:", *(f"{run(model, n).intensity:.1f}" for n in lengths))
+    parts = layer(MODELS[0], 4096, 4096)
+    share = {name: f"{work.moved / total(parts).moved:.0%}" for name, work in parts.items()}
+    print("bytes of BERT-base at N = 4096:", ", ".join(f"{name} {x}" for name, x in share.items()))
+    for machine in MACHINES:
+        print(f"{machine.name}: ridge {machine.ridge:.0f}, balance batch {machine.balance_batch():.0f}")
+    for batch in (1, 16, 256):
+        parts_of = decode_intensity(MODELS[2], 1024, batch)
+        print(f"GPT-2, 1024 keys, batch {batch}:", ", ".join(f"{name} {x:.1f}" for name, x in parts_of.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Step 8's kernels for any size: any N of rows and of keys, any d, any strides, lite or online.
+
+step08_triton_lite.py and step08_triton_online.py take N in multiples of 64, d that is a tile's width, and contiguous
+tensors, so that their loops have no mask. A general kernel needs four things more.
+
+- Rows and keys beyond N are masked. A key that is not there must have the score -inf and not 0: a score of 0 takes part
+  in the softmax.
+- Columns beyond d are masked. The tile is BLOCK_D wide, the next power of two and at least 16 (`tl.dot` takes no less).
+  Columns of zeros add nothing to a product, so only loads and stores need this mask.
+- Strides are arguments: a head of a `[N, heads, d]` tensor need not be copied first.
+- `ONLINE` is a constant: with False each tile has a softmax of its own, which is attention only if all keys are in one.
+
+Limits: d up to 128, no causal, forward only. `TRITON_INTERPRET=1 python -m flashtile_ladder.related.triton_any_size`
+prints errors of both forms.
+"""
+# pyright: reportInvalidTypeForm=false
+
+import math
+
+import torch
+from torch import Tensor
+
+from .._host.triton_or_not import TritonUnavailableError, on, tl, triton, unavailable
+
+BLOCK_M, BLOCK_N = 64, 64
+LARGEST_D = 128
+
+
+@triton.jit
+def kernel(
+    Q,
+    K,
+    V,
+    O,
+    rows_in_all,
+    keys_in_all,
+    d,
+    scale,
+    q_row,  # strides, in elements
+    q_col,
+    k_row,
+    k_col,
+    v_row,
+    v_col,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ONLINE: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    cols = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    inside = (rows[:, None] < rows_in_all) & (cols[None, :] < d)  # [BLOCK_M, BLOCK_D]
+    q = tl.load(Q + rows[:, None] * q_row + cols[None, :] * q_col, mask=inside, other=0.0)  # [BLOCK_M, BLOCK_D]
+    acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    m = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    l = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    for start in range(0, keys_in_all, BLOCK_N):
+        keys = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+        there = (keys[:, None] < keys_in_all) & (cols[None, :] < d)  # [BLOCK_N, BLOCK_D]
+        k = tl.load(K + keys[:, None] * k_row + cols[None, :] * k_col, mask=there, other=0.0)  # [BLOCK_N, BLOCK_D]
+        v = tl.load(V + keys[:, None] * v_row + cols[None, :] * v_col, mask=there, other=0.0)  # [BLOCK_N, BLOCK_D]
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [BLOCK_M, BLOCK_N]
+        s = tl.where(keys[None, :] < keys_in_all, s, float("-inf"))
+        if ONLINE:
+            m_new = tl.maximum(m, tl.max(s, axis=1))  # [BLOCK_M]
+            alpha = tl.exp(m - m_new)  # [BLOCK_M]
+            p = tl.exp(s - m_new[:, None])  # [BLOCK_M, BLOCK_N]
+            l = l * alpha + tl.sum(p, axis=1)  # [BLOCK_M]
+            acc = acc * alpha[:, None]
+            m = m_new
+        else:
+            p = tl.exp(s - tl.max(s, axis=1)[:, None])  # [BLOCK_M, BLOCK_N]
+            p = p / tl.sum(p, axis=1)[:, None]
+        acc += tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    if ONLINE:
+        acc = acc / l[:, None]
+    tl.store(O + rows[:, None] * d + cols[None, :], acc.to(q.dtype), mask=inside)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, *, online: bool = True
+) -> tuple[Tensor, None]:
+    """q `[Nq, d]`, k and v `[Nk, d]`, of any strides, to out `[Nq, d]`, and no lse.
+
+    With `online=False` the softmax is each tile's own: right for Nk up to 64, wrong beyond.
+
+    Raises:
+        TritonUnavailableError: Triton is missing, or there is neither a GPU nor its interpreter.
+        ValueError: causal, or a shape or dtype outside the limits above.
+    """
+    reason = unavailable(kernel, q.device)
+    if reason is not None:
+        raise TritonUnavailableError(f"this file of the ladder is Triton, which cannot run this call: {reason}")
+    shapes = [tuple(x.shape) for x in (q, k, v)]
+    if q.ndim != 2 or k.ndim != 2 or k.shape != v.shape or q.shape[1] != k.shape[1] or 0 in (*q.shape, *k.shape):
+        raise ValueError(f"q, k, v are {shapes}; this kernel takes q [Nq, d], and k and v of one shape [Nk, d]")
+    n, d = q.shape
+    if (
+        causal
+        or d > LARGEST_D
+        or len({x.dtype for x in (q, k, v)}) != 1
+        or q.dtype not in (torch.float16, torch.float32)
+    ):
+        raise ValueError(
+            f"q is {q.dtype} with d = {d}; this kernel takes float16 or float32, d to {LARGEST_D}, no causal"
+        )
+    scale = 1 / math.sqrt(d) if scale is None else scale
+    out = torch.empty((n, d), dtype=q.dtype, device=q.device)
+    strides = (*q.stride(), *k.stride(), *v.stride())
+    block_d = max(16, 1 << (d - 1).bit_length())
+    grid = ((n + BLOCK_M - 1) // BLOCK_M,)
+    with on(q.device):
+        kernel[grid](
+            q, k, v, out, n, len(k), d, scale, *strides, BLOCK_M, BLOCK_N, block_d, online, num_stages=2
+        )  # fmt: skip
+    return out, None
+
+
+def main() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for n, d in ((8, 16), (16, 16), (32, 16), (64, 16), (100, 24), (200, 80)):
+        q, k, v = torch.randn(3, n, d, device=device)
+        exact = torch.softmax(q.double() @ k.double().mT / math.sqrt(d), dim=1) @ v.double()  # [N, d]
+        lite, online = (float((attention(q, k, v, online=x)[0] - exact).abs().max()) for x in (False, True))
+        print(f"N = {n:>3}, d = {d:>2}: error of lite {lite:.1e}, of online {online:.1e}")
+
+
+if __name__ == "__main__":
+    from .._host.alone import guarded
+
+    guarded(main)
