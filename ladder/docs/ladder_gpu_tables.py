@@ -161,6 +161,13 @@ def cuda_words(found: list[Row], n: int) -> str:
         ("split-K, float16", "split-Q, float16"): "Keys to the warps (split-K) take {} ms and rows (split-Q) {}.",
     }
     lines += [words.format(*(figure(ms[x]) for x in names)) for names, words in pairs.items() if names[0] in ms]
+    tree, shuffles, product = (ms.get(x) for x in (*next(iter(pairs)), f"{PRODUCT}, float32"))
+    if tree and shuffles and product:
+        lines.append(
+            f"That is {100 * (tree / shuffles - 1):.0f}% for nine barriers in place of two, in a kernel that takes "
+            f"{figure(tree / product)} times the product's time: it waits for other things, and cannot show what a "
+            "barrier costs."
+        )
     numba = next((row for row in found if row["step"].startswith("7") and row["n"] == n), None)
     if numba is not None and numba["spilled_bytes"]:
         lines.append(

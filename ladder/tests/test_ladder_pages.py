@@ -145,10 +145,10 @@ def test_what_a_gpu_measures_compiles() -> None:
     if cuda_compile.nvrtc() is None and cuda_compile.nvcc() is None:
         pytest.skip("there is neither NVRTC (pip install nvidia-cuda-nvrtc) nor nvcc")
     padded = memory_patterns.PADDED["tensor cores"]
-    assert b"walk_global" in cuda_compile.cubin(cuda_compile.source("memory_levels.cu"), 90)
+    assert b"walk_global" in cuda_compile.cubin(cuda_compile.source("measure/memory_levels.cu"), 90)
     sources = {
-        "read_columns": cuda_compile.source("memory_patterns.cu"),
-        "read_shared_columns": cuda_compile.source("memory_patterns.cu", PADDING=1),
+        "read_columns": cuda_compile.source("measure/memory_patterns.cu"),
+        "read_shared_columns": cuda_compile.source("measure/memory_patterns.cu", PADDING=1),
         padded.step.NAME: padded.step.source_for(64, padded.dtype)._replace(replaced=(padded.text, padded.without)),
     }
     codes = [cuda_compile.cubin(source, 90) for source in sources.values()]

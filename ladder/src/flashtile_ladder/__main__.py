@@ -3,7 +3,7 @@
 import sys
 
 from . import STEPS
-from ._host.alone import run
+from ._host.alone import FOLDER, run
 
 
 def listing() -> str:
@@ -17,7 +17,7 @@ def listing() -> str:
         "Run the first: python -m flashtile_ladder 1",
         "A file alone:  python -m flashtile_ladder step02_floats",
     ]
-    return "\n".join([*lines, "Measure all:   flashtile-ladder --help"])
+    return "\n".join([*lines, "Measure all:   flashtile-ladder --help", f"The files:     {FOLDER}"])
 
 
 def main(names: list[str]) -> None:
@@ -28,7 +28,10 @@ def main(names: list[str]) -> None:
     known = {name for step in STEPS for name in (str(step.number), step.module, step.file)}
     if unknown := [name for name in names if name not in known]:
         raise SystemExit(f"no step is called {unknown[0]}. {listing()}")
-    codes = [run(step.file, STEPS) for step in chosen]
+    codes = []
+    for step in chosen:
+        print("\n" if codes else "", end="")
+        codes.append(run(step.file, STEPS))
     raise SystemExit(max(codes))
 
 

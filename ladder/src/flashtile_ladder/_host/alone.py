@@ -19,6 +19,7 @@ from torch import Tensor
 from .. import STEPS, Step
 from ..measure.counted import count
 
+FOLDER = Path(__file__).parents[1]
 SMALL, LARGE = (64, 16), (512, 64)  # N, d: up to step 3, whose loops are Python's or C++'s, and from step 4 on
 SIMULATED = (64, 16)  # where a thread of Python stands for each thread of a GPU
 SECONDS = 0.3  # of timing
@@ -63,6 +64,7 @@ def run(file: str, steps: Sequence[Step] = STEPS) -> int:
         out = first(call(step, q, k, v)())
     except (RuntimeError, ValueError) as problem:
         print(f"cannot run: {problem}")
+        show_next(steps[number:])
         return 1
     show("out[0, :4]", ", ".join(f"{x:.6f}" for x in out[0, :4].tolist()))
     show("largest error, from fp64", f"{float((out.cpu().double() - exact(q, k, v)).abs().max()):.1e}")
@@ -73,9 +75,15 @@ def run(file: str, steps: Sequence[Step] = STEPS) -> int:
         compare_bytes(moved, before, q, k, v)
     compare_times(step, before, q, k, v)
     show("still open", step.still_open)
-    if number + 1 < len(steps):
-        show("run next", f"python -m flashtile_ladder {steps[number + 1].module}")
+    show_next(steps[number:])
     return 0
+
+
+def show_next(steps: Sequence[Step]) -> None:
+    """Where the first of these is read, and how the second is run."""
+    show("read", str(FOLDER / steps[0].file))
+    if len(steps) > 1:
+        show("run next", f"python -m flashtile_ladder {steps[1].module}")
 
 
 def show(title: str, words: str) -> None:
@@ -87,15 +95,16 @@ def compare_bytes(moved: "Bytes | str", before: Step, q: Tensor, k: Tensor, v: T
     earlier = bytes_moved(before, q, k, v)
     words = str(earlier)
     if isinstance(moved, Bytes) and isinstance(earlier, Bytes):
-        words += f": this one moves {moved.total / earlier.total:.2g} times as many"
-    show(f"those of step {before.number}", words)
+        ratio = moved.total / earlier.total
+        words += ": as many" if ratio == 1 else f": this one moves {ratio:.2g} times as many"
+    show(f"those of step {before.number}", f"{words} ({before.name})")
 
 
 def compare_times(step: Step, before: Step | None, q: Tensor, k: Tensor, v: Tensor) -> None:
     """The time, that of the step before, and why they differ."""
     device = q.device
     interpreted = device.type == "cpu" and step.module in ON_GPU
-    words = " of an interpreter, which says nothing of a GPU" if interpreted else ""
+    words = " of an interpreter" if interpreted else ""
     show("time", f"{milliseconds(call(step, q, k, v), device):.4g} ms{words}")
     if before is not None:
         try:
@@ -104,7 +113,8 @@ def compare_times(step: Step, before: Step | None, q: Tensor, k: Tensor, v: Tens
             )
         except (RuntimeError, ValueError) as problem:  # it needs what is not here, or takes other sizes
             show(f"that of step {before.number}", f"not here: {problem}")
-    show("why", step.time)
+    why = "Python runs each line of the kernel, which says nothing of a GPU. There: " if interpreted else ""
+    show("why", why + step.time)
 
 
 def inputs(step: Step) -> tuple[Tensor, Tensor, Tensor]:
