@@ -164,9 +164,9 @@ def cuda_words(found: list[Row], n: int) -> str:
     tree, shuffles, product = (ms.get(x) for x in (*next(iter(pairs)), f"{PRODUCT}, float32"))
     if tree and shuffles and product:
         lines.append(
-            f"That is {100 * (tree / shuffles - 1):.0f}% for nine barriers in place of two, in a kernel that takes "
-            f"{figure(tree / product)} times the product's time: it waits for other things, and cannot show what a "
-            "barrier costs."
+            f"The {100 * (tree / shuffles - 1):.0f}% more of the tree are for nine barriers in place of two, in a "
+            f"kernel that takes {figure(tree / product)} times the product's time: it waits for other things, and cannot "
+            "show what a barrier costs."
         )
     numba = next((row for row in found if row["step"].startswith("7") and row["n"] == n), None)
     if numba is not None and numba["spilled_bytes"]:

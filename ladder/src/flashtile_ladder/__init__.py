@@ -195,7 +195,7 @@ STEPS = (
         "step09_cuda_rows.cu",
         "threads and shared memory, written out",
         "a block for each head: nearly all of a GPU is idle (the next file)",
-        "one block for each head leaves nearly all multiprocessors idle",
+        "one launch for the whole call, though a block for each head leaves nearly all multiprocessors idle",
         "step05_flash1",
         needs=CUDA,
     ),
@@ -215,7 +215,8 @@ STEPS = (
         "step09_cuda_registers.cu",
         "32 x 32 threads, tiles of 64 rows",
         "products on the ordinary units (the next file)",
-        "K and V are read once for 64 rows",
+        "K and V are read once for 64 rows; but one head is few blocks, where the step before has one for each row, "
+        "and a large GPU is idle: with 16 heads this one is faster",
         "step09_cuda_warps",
         needs=CUDA,
     ),

@@ -41,8 +41,10 @@ class CudaStep:
 
     def source_for(self, d: int, dtype: torch.dtype | None = None, *flags: str) -> Source:
         """The kernel's source for a head dimension; `flags` are the compiler's, such as `--fmad=false`."""
-        half = {"HALF": PTX_TYPES[dtype or torch.float16]} if self.dtypes == HALVES else {}
-        return source(self.file, *flags, HEAD_DIM=d, **self.macros, **half)
+        macros: dict[str, Any] = {"HEAD_DIM": d, **self.macros}
+        if self.dtypes == HALVES:
+            macros["HALF"] = PTX_TYPES[dtype or torch.float16]
+        return source(self.file, *flags, **macros)
 
     def attention(
         self,
