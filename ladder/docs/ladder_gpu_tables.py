@@ -163,9 +163,10 @@ def cuda_words(found: list[Row], n: int) -> str:
     lines += [words.format(*(figure(ms[x]) for x in names)) for names, words in pairs.items() if names[0] in ms]
     tree, shuffles, product = (ms.get(x) for x in (*next(iter(pairs)), f"{PRODUCT}, float32"))
     if tree and shuffles and product:
+        slower = figure(tree / product)
         lines.append(
             f"The {100 * (tree / shuffles - 1):.0f}% more of the tree are for nine barriers in place of two, in a "
-            f"kernel that takes {figure(tree / product)} times the product's time: it waits for other things, and cannot "
+            f"kernel that takes {slower} times the product's time: it waits for other things, and cannot "
             "show what a barrier costs."
         )
     numba = next((row for row in found if row["step"].startswith("7") and row["n"] == n), None)

@@ -19,7 +19,7 @@ from flashtile.testing.case import Case
 from flashtile.testing.tolerance import compare
 from flashtile_ladder import STEPS, step01_softmax, step02_autograd, step05_flash1, step07_numba, step10_variants
 from flashtile_ladder._host import cpp as step03_cpp
-from flashtile_ladder.related import block_sparse, running_lse, softmax_passes, stream_k, tiled_matmul, unified_max
+from flashtile_ladder.related import running_lse, softmax_passes, stream_k, tiled_matmul, unified_max
 
 needs_compiler = pytest.mark.skipif(step03_cpp.compiler() is None, reason="there is no C++ compiler")
 
@@ -479,7 +479,6 @@ OTHER_FILES: dict[str, Callable[..., Any]] = {
     "running lse": running_lse.attention,
     "stream-K": stream_k.attention,
     "unified max": unified_max.attention,
-    "block sparse": lambda q, k, v: block_sparse.attention(q, k, v, torch.ones(1, 1) > 0),
     "tiles without softmax": lambda q, k, v: tiled_matmul.chained(q, k, v, 4),
 }
 

@@ -107,27 +107,32 @@ def test_attention_in_two_passes(causal: bool) -> None:
 
 
 def test_block_sparse_attention() -> None:
-    """Right for any mask and length; a hidden tile is not read, which infinities in it would show."""
-    q, k, v = doubles(64, 4)
+    """Right for any mask and length, backward too; a hidden tile is not read, which infinities in it would show."""
+    q, k, v = doubles(64, 8)
     for blocks in (block_sparse.butterfly(8), block_sparse.local_and_global(8), torch.rand(8, 8) < 0.3):
-        counts, (out, lse) = count(block_sparse.attention, [q, k, v], blocks, block_m=8, block_n=8)
-        close(out, block_sparse.exact(q, k, v, blocks, 8, 8))
-        assert sum(counts.values()) == block_sparse.bytes_moved(64, 4, blocks, itemsize=8)
+        counts, (out, lse) = count(block_sparse.attention(blocks, 8), [q, k, v])
+        close(out, block_sparse.exact(q, k, v, blocks, 8))
+        assert sum(counts.values()) == block_sparse.bytes_moved(64, 8, blocks, itemsize=8)
+        visible = blocks.repeat_interleave(8, 0).repeat_interleave(8, 1)
+        found, expected = (
+            step05_flash1.backward(q, k, v, out, lse, v, **mask, memory=256)
+            for mask in ({"blocks": blocks}, {"mask": visible})
+        )
+        for x, y in zip(found, expected, strict=True):
+            close(x, y)
     empty = torch.zeros(8, 8, dtype=torch.bool)
     empty[1:, 2] = True
     k[:16], k[24:] = math.nan, math.nan
-    out, lse = block_sparse.attention(q, k, v, empty, block_m=8, block_n=8)
-    assert torch.equal(out[:8], torch.zeros(8, 4, dtype=torch.float64))
+    out, lse = block_sparse.attention(empty, 8)(q, k, v)
+    assert torch.equal(out[:8], torch.zeros(8, 8, dtype=torch.float64))
     assert torch.equal(lse == -math.inf, torch.arange(64) < 8)
-    close(out[8:], block_sparse.exact(q[8:], k[16:24], v[16:24], torch.ones(7, 1) > 0, 8, 8)[:56])
-    q, k, v = doubles(50, 4)  # the last tiles are partial
-    ones = torch.ones(4, 7, dtype=torch.bool)
-    out, lse = block_sparse.attention(q, k, v, ones, block_m=16, block_n=8)
-    expected, expected_lse = step05_flash1.attention(q, k, v)
-    close(out, expected)
-    close(lse, expected_lse)
-    with pytest.raises(ValueError, match=r"here it is \(4, 7\)"):
-        block_sparse.attention(q, k, v, ones.mT, block_m=16, block_n=8)
+    close(out[8:], block_sparse.exact(q[8:], k[16:24], v[16:24], torch.ones(7, 1) > 0, 8)[:56])
+    q, k, v = doubles(50, 8)  # the last tiles are partial
+    ones = torch.ones(7, 7, dtype=torch.bool)
+    for x, y in zip(block_sparse.attention(ones, 8)(q, k, v), step05_flash1.attention(q, k, v), strict=True):
+        close(x, y)
+    with pytest.raises(ValueError, match=r"blocks is \(7, 6\); here it is \(7, 7\)"):
+        block_sparse.attention(ones[:, 1:], 8)(q, k, v)
 
 
 def test_butterfly_connects_all_blocks() -> None:

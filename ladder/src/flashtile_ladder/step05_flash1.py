@@ -16,8 +16,8 @@ read. Dropout too is made again: what is kept for backward is the state of the r
 
 `plain` is the loop alone. `attention` adds what a call may ask for: causal, a mask, dropout, lse, blocks for an SRAM.
 
-(Dao et al., "FlashAttention", 2022: algorithm 1; 2 in appendix B for masks and dropout; 4 for backward.) `x[...]` on
-the right is a read of HBM and `x[...] =` a write, as in step 4.
+(Dao et al., "FlashAttention", 2022: algorithm 1; 2 in appendix B for masks and dropout; 4 for backward; 5 for blocks.)
+`x[...]` on the right is a read of HBM and `x[...] =` a write, as in step 4.
 """
 
 import math
@@ -64,13 +64,16 @@ def attention(
     scale: float | None = None,
     *,
     mask: Tensor | None = None,
+    blocks: Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: Tensor | None = None,
     memory: int = M,
 ) -> tuple[Tensor, Tensor]:
     """`[N, d]` to out `[N, d]` and lse `[N]`.
 
-    `mask` is bool `[N, N]`, True where a row sees a key; a row that sees none gives 0 and -inf. With dropout,
+    `mask` is bool `[N, N]`, True where a row sees a key; a row that sees none gives 0 and -inf. `blocks` is a mask of
+    whole tiles, bool `[ceil(N / Br), ceil(N / Bc)]` (the paper's algorithm 5, block-sparse): what it hides is neither
+    read nor computed. With dropout,
     `rng_state` (of a `torch.Generator` on q's device, from `get_state()`) is the R of the paper: give the same one to
     `backward`.
     """
@@ -79,10 +82,13 @@ def attention(
     generator = restored(rng_state, q.device) if dropout_p else None
     out, l, m = q.new_zeros((n, d)), q.new_zeros((n,)), q.new_full((n,), -math.inf)
     lse = q.new_empty((n,))
-    row_blocks, key_blocks = blocks(n, d, memory)
-    for keys in key_blocks:  # outer: K and V are read once
+    row_blocks, key_blocks = tiles(n, d, memory)
+    sees = checked(blocks, row_blocks, key_blocks)
+    for j, keys in enumerate(key_blocks):  # outer: K and V are read once
+        if not sees[:, j].any():
+            continue
         k_j, v_j = k[keys], v[keys]  # [Bc, d]
-        for rows in visited(row_blocks, keys, causal):  # inner: Q, O, l, m come and go each time
+        for rows in visited(row_blocks, keys, causal, sees[:, j]):  # inner: Q, O, l, m come and go each time
             q_i, o_i, l_i, m_i = q[rows], out[rows], l[rows], m[rows]  # [Br, d], [Br, d], [Br], [Br]
             s = hide(scale * (q_i @ k_j.mT), (rows, keys), causal, mask)  # [Br, Bc]
             m_tile = s.amax(dim=1)  # [Br]
@@ -112,6 +118,7 @@ def backward(
     scale: float | None = None,
     *,
     mask: Tensor | None = None,
+    blocks: Tensor | None = None,
     dropout_p: float = 0.0,
     rng_state: Tensor | None = None,
     memory: int = M,
@@ -127,11 +134,12 @@ def backward(
     scale = 1 / math.sqrt(d) if scale is None else scale
     generator = restored(rng_state, q.device) if dropout_p else None
     dq, dk, dv = q.new_zeros((n, d)), q.new_empty((n, d)), q.new_empty((n, d))
-    row_blocks, key_blocks = blocks(n, d, memory)
-    for keys in key_blocks:
+    row_blocks, key_blocks = tiles(n, d, memory)
+    sees = checked(blocks, row_blocks, key_blocks)
+    for j, keys in enumerate(key_blocks):
         k_j, v_j = k[keys], v[keys]  # [Bc, d]
         dk_j, dv_j = torch.zeros_like(k_j), torch.zeros_like(v_j)  # [Bc, d]
-        for rows in visited(row_blocks, keys, causal):
+        for rows in visited(row_blocks, keys, causal, sees[:, j]):
             q_i, o_i, do_i, dq_i, lse_i = q[rows], out[rows], dout[rows], dq[rows], lse[rows]  # [Br, d] x 4, [Br]
             s = hide(scale * (q_i @ k_j.mT), (rows, keys), causal, mask)  # [Br, Bc]
             p = torch.exp(s - finite(lse_i)[:, None])  # [Br, Bc]
@@ -149,16 +157,26 @@ def backward(
     return dq, dk, dv
 
 
-def blocks(n: int, d: int, memory: int) -> tuple[list[slice], list[slice]]:
+def tiles(n: int, d: int, memory: int) -> tuple[list[slice], list[slice]]:
     """Row blocks and key blocks of N positions; the last of each may be shorter."""
     block_rows, block_keys = block_sizes(memory, d)
     rows = [slice(i, min(i + block_rows, n)) for i in range(0, n, block_rows)]
     return rows, [slice(j, min(j + block_keys, n)) for j in range(0, n, block_keys)]
 
 
-def visited(row_blocks: list[slice], keys: slice, causal: bool) -> Iterator[slice]:
-    """Row blocks with a row that sees one of these keys."""
-    return (rows for rows in row_blocks if not causal or rows.stop > keys.start)
+def checked(blocks: Tensor | None, row_blocks: list[slice], key_blocks: list[slice]) -> Tensor:
+    """Which block of rows sees which block of keys: all of them unless `blocks` says otherwise."""
+    shape = len(row_blocks), len(key_blocks)
+    if blocks is not None and tuple(blocks.shape) != shape:
+        raise ValueError(f"blocks is {tuple(blocks.shape)}; here it is {shape}")
+    return torch.ones(shape, dtype=torch.bool) if blocks is None else blocks
+
+
+def visited(row_blocks: list[slice], keys: slice, causal: bool, sees: Tensor) -> Iterator[slice]:
+    """Row blocks with a row that sees one of these keys. `sees` is the one line of block-sparse attention."""
+    for rows, seen in zip(row_blocks, sees.tolist(), strict=True):
+        if seen and (not causal or rows.stop > keys.start):
+            yield rows
 
 
 def hide(s: Tensor, tile: Tile, causal: bool, mask: Tensor | None) -> Tensor:
