@@ -14,10 +14,19 @@ import torch
 from ladder_cases import dense_case
 from simulated import run_simulated
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashtile.testing.case import Case
 from flashtile.testing.tolerance import compare
-from flashtile_ladder import STEPS, step01_softmax, step02_autograd, step05_flash1, step07_numba, step10_variants
+from flashtile_ladder import (
+    STEPS,
+    step01_softmax,
+    step02_autograd,
+    step05_flash1,
+    step06_flash2,
+    step07_numba,
+    step10_variants,
+)
 from flashtile_ladder._host import cpp as step03_cpp
 from flashtile_ladder.related import running_lse, softmax_passes, stream_k, tiled_matmul, unified_max
 
@@ -284,6 +293,27 @@ def test_flash1_without_options(n: int) -> None:
     assert len(body) <= 15
     page = (Path(__file__).parents[1] / "docs" / "ladder.md").read_text(encoding="utf-8")
     assert "\n".join(body[1:]) in page
+
+
+def test_calls_of_torch_for_each_tile() -> None:
+    """What steps 5 and 6 say of their loops, views left out: by calls with one block of keys more."""
+
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += not any(word in str(func) for word in ("slice", "select", "unsqueeze", "transpose"))
+            return func(*args, **(kwargs or {}))
+
+    def calls(attention: Any, **sizes: int) -> int:
+        with Count() as found:
+            attention(*torch.randn(3, 128, 64), **sizes)
+        return found.calls
+
+    two, one = (calls(step06_flash2.attention, block_n=n) for n in (64, 128))
+    assert two - one == 13
+    four, two = (calls(step05_flash1.attention, memory=4 * 64 * keys) for keys in (64, 128))
+    assert 28 <= (four - two) / 2 <= 33
 
 
 def test_flash1_mask() -> None:
