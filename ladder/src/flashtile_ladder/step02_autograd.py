@@ -17,7 +17,7 @@ from ._host.shapes import one_shape
 
 
 class Value:
-    """A number in a graph: what it is, what it was made from, and dL/d(itself) once backward has come by."""
+    """A number in a graph: what it is, what it was made from, and dL/d(itself) after backward."""
 
     __slots__ = ("data", "grad", "local", "parents")
 

@@ -44,7 +44,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, block: int = 4) -> Tensor:
     out, l, m = torch.zeros_like(q), q.new_zeros((n, 1)), q.new_full((n, 1), -math.inf)
     for j in range(0, n, block):  # a block of keys and values is read once
         k_j, v_j = k[j : j + block], v[j : j + block]
-        for i in range(0, n, block):  # all rows come by, each with its state
+        for i in range(0, n, block):  # for all rows, each with its state
             rows = slice(i, i + block)
             s = q[rows] @ k_j.mT / math.sqrt(d)  # the scores of one tile
             m_new = torch.maximum(m[rows], s.amax(dim=1, keepdim=True))

@@ -8,7 +8,7 @@ and of V, is brought into shared memory by all of them together, a barrier befor
         thread t copies row t of the tile of K and of V        barrier
         each thread: online softmax over the tile's keys       barrier
 
-Types. Numba computes in the wider type of two operands, and a Python float is float64. On a GPU that is dear: so the
+Types. Numba computes in the wider type of two operands, and a Python float is float64. A GPU is slow in float64: so the
 scale is a float32 argument, and sums begin as float32(0.0).
 
 Why it is faster. Rows run in parallel, and each number of K and V that comes from HBM serves BLOCK rows.

@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_tensor_cores(
     float* lse,                       // [heads, N]
     int group, int n, float scale, int causal
 ) {
-    __shared__ __align__(16) half_bits tile[BLOCK][STRIDE];  // the only one: first of Q, then of K and of V by turns
+    __shared__ __align__(16) half_bits tile[BLOCK][STRIDE];  // the only one: of Q, then of K and V, one after the other
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int first = blockIdx.x * BLOCK;

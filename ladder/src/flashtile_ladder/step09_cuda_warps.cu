@@ -12,7 +12,7 @@
 //
 // Why it is faster. All of the GPU has work, and 32 lanes read 32 neighbouring numbers, which is one access to memory
 // where the kernel before made 32. Heads come in groups that share K and V, and causal ends the loop at the row. It
-// lacks this: each row reads all of K and V for itself, N times in all, and five exchanges for each key are dear.
+// lacks this: each row reads all of K and V for itself, N times in all, and five exchanges for each key take time.
 //
 // One block for each query position; its warps share out the keys, the lanes of a warp the numbers of a key. HEAD_DIM
 // (d) and WARPS are set when this is compiled. float32, d up to 256.
