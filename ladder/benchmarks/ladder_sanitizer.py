@@ -27,9 +27,9 @@ def run_kernels() -> None:
     """Every kernel of attention in CUDA C++ once or twice: partial tiles, causal or not."""
     import torch
 
-    from flashtile_ladder._host.cuda_steps import registers, rows, tensor_cores, warps
+    from flashtile_ladder._host.cuda_steps import registers, rows, split_keys, tensor_cores, warps
     from flashtile_ladder._host.cuda_steps import running_lse as running_lse_cuda
-    from flashtile_ladder.related import block_query, share_kv, split_keys
+    from flashtile_ladder.related import block_query, share_kv
 
     q, k, v = torch.randn(3, 77, 64, device="cuda")
     q16, k16, v16 = (x.half() for x in (q, k, v))

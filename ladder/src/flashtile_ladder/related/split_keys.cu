@@ -1,6 +1,18 @@
-// Split-K: the four warps of a block have the same 64 rows, and each has 16 keys of a tile of 64. Every warp keeps a
-// state of its own for all rows, and the four are merged at the end, as in step 1.
-// HEAD_DIM (d: 16, 32 or 64) and HALF (f16 or bf16) are set when this is compiled.
+// Split-Q against split-K: what the warps of a block share out, rows or keys.
+//
+// A block of 4 warps has 64 rows, and goes through tiles of 64 keys. There are two ways to give each warp a quarter:
+//
+//     split-Q    16 rows, and all 64 keys of a tile (FlashAttention-2; share_kv.cu with one stage). A warp's rows are its
+//                own: m, l and acc stay in its registers, and warps exchange nothing
+//     split-K    16 keys of each tile, and all 64 rows (here). Each warp has a state of every row, so four times the
+//                accumulators, and the four states are merged through shared memory: m and l, then one acc after another
+//
+// Bytes from HBM and operations are the same. Shared memory is read differently: split-Q brings its Q once and all of K
+// and V for each tile, split-K its part of K and V and all of Q. FlashAttention-1's kernel split keys and merged in each
+// tile; here it is once, at the end, as Flash-Decoding does between blocks where there are too few rows to fill a GPU.
+//
+// HEAD_DIM (d: 16, 32 or 64, since acc takes 2 d registers of each thread) and HALF (f16 or bf16) are set when this is
+// compiled. float16 or bfloat16. Launched by _host/cuda_steps.py; the table `cuda` has its time beside split-Q's.
 #include "step09_instructions.cuh"
 
 constexpr int D = HEAD_DIM;
