@@ -18,19 +18,20 @@ MEASURED = {
 }
 LEAST = {"h100": 400, "sm80": 150}  # calls
 MOST_STALE = 0.2  # of the rows
-MEAN, FAR = 0.015, 0.08  # of the best time
-MOST_FAR = 0.06  # of the calls
+MEAN, FAR = 0.016, 0.08  # of the best time
+MOST_FAR = {"h100": 0.06, "sm80": 0.08}  # of the calls
 ALONE = 0.4  # of the best time, of any call
 
 
 class Choice(NamedTuple):
+    chip: str
     row: Row
     loss: float  # of the best time
 
 
 @pytest.fixture(scope="module", params=MEASURED)
 def choices(request: pytest.FixtureRequest) -> list[Choice]:
-    return [Choice(row, loss(row, MEASURED[request.param])) for row in rows_of(request.param)]
+    return [Choice(request.param, row, loss(row, MEASURED[request.param])) for row in rows_of(request.param)]
 
 
 def rows_of(chip: str) -> list[Row]:
@@ -58,7 +59,7 @@ def test_rows_are_of_these_kernels(chip: str) -> None:
 def test_chosen_plans_are_near_the_best(choices: list[Choice]) -> None:
     losses = [choice.loss for choice in choices]
     assert statistics.mean(losses) < MEAN
-    assert sum(loss > FAR for loss in losses) < MOST_FAR * len(losses)
+    assert sum(loss > FAR for loss in losses) < MOST_FAR[choices[0].chip] * len(losses)
     assert [choice.row.cell.label() for choice in choices if choice.loss > ALONE] == []
 
 
