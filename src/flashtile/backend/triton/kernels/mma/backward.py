@@ -1,9 +1,9 @@
-"""FlashAttention-2's backward pass (Dao, "FlashAttention-2", 2023, algorithm 2) in one loop, for chips whose matrix units
-take their operands from registers (mma.sync).
+"""FlashAttention-2's backward pass (Dao, "FlashAttention-2", 2023, algorithm 2) in one loop, for chips whose matrix
+units take their operands from registers (mma.sync).
 
 A program owns a block of keys, walks over the rows that see it, and adds each tile's part of dq to fp32 sums: five
-products a tile, where `dkdv` and `dq` take seven. Written in Gluon, because what a loop reads again and again has to stay
-in shared memory: Triton keeps the fragments of keys and values in registers, which have no room for them.
+products a tile, where `dkdv` and `dq` take seven. Written in Gluon, because what a loop reads again and again has to
+stay in shared memory: Triton keeps the fragments of keys and values in registers, which have no room for them.
 """
 
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from ..sequences import key_seqlen, query_seqlen, work_tile
 from .from_sums import first_row
 from .tiles import (
     add_product,
+    begin_copy,
     copies_layout,
     copy_rows,
     inner_products,
@@ -227,9 +228,9 @@ def load_q(buffers, rows, at, stage, LAYOUTS: gl.constexpr, CONFIG: gl.constexpr
     copy_rows(buffers.q.index(stage), rows.q, at.start, rows.seqlen, D, LAYOUTS)
     row = at.start + gl.arange(0, M, layout=LAYOUTS.stats)
     pointers = rows.stats + (2 * row if CONFIG.NATURAL else row)
-    async_copy.async_copy_global_to_shared(buffers.stats.index(stage), pointers, mask=row < rows.seqlen)
+    begin_copy(buffers.stats.index(stage), pointers, mask=row < rows.seqlen)
     if CONFIG.NATURAL:
-        async_copy.async_copy_global_to_shared(buffers.residual.index(stage), pointers + 1, mask=row < rows.seqlen)
+        begin_copy(buffers.residual.index(stage), pointers + 1, mask=row < rows.seqlen)
     async_copy.commit_group()
 
 

@@ -1,5 +1,5 @@
-"""Tiles of chips whose matrix units take their operands from registers (mma.sync), in Gluon: rows in shared memory, which
-copies fill while others are used, and products that read their operands from there a step at a time.
+"""Tiles of chips whose matrix units take their operands from registers (mma.sync), in Gluon: rows in shared memory,
+which copies fill while others are used, and products that read their operands from there a step at a time.
 
 Triton would keep the fragments of a loop's invariants in registers, which have no room for them. The functions of
 scores and masks are those of the kernels in Triton's own language: called from Gluon, they compute in its layouts.
@@ -16,6 +16,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from ..rows import Chunks
 
 K_STEP = gl.constexpr(16)  # of a 16-bit product
+# Triton 3.9 has another name for it.
+begin_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
 class Visit(NamedTuple):
@@ -79,7 +81,7 @@ def copy_rows(buffer, x, first, seqlen, D: gl.constexpr, LAYOUTS: gl.constexpr):
     d = gl.arange(0, buffer.shape[1], layout=gl.SliceLayout(0, LAYOUTS.copies))
     pointers = (x.data + row * x.stride)[:, None] + d[None, :]
     mask = (row < seqlen)[:, None] & (d < D.WIDTH)[None, :]
-    async_copy.async_copy_global_to_shared(buffer, pointers, mask=mask)
+    begin_copy(buffer, pointers, mask=mask)
 
 
 @gluon.jit
