@@ -1,12 +1,8 @@
 """The Hopper backend on the emulation: `emulated` substitutes it for the one on a GPU."""
 
 import functools
-import importlib
-import importlib.util
-import inspect
-import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -15,12 +11,11 @@ from unittest import mock
 
 import torch
 from forced import in_order
-from seeded_bugs import with_mistake
 from torch import Tensor
 
 from flashtile.backend.gpu import cost, replay
 from flashtile.backend.gpu.kernel import function_under_jit
-from flashtile.backend.gpu.pointers import Slots, TmaDescriptor, resolved
+from flashtile.backend.gpu.pointers import Slots, resolved
 from flashtile.backend.gpu.step import Step
 from flashtile.backend.hopper import support
 from flashtile.backend.hopper.plan import candidates
@@ -28,95 +23,19 @@ from flashtile.call.device import Device
 from flashtile.dispatch import fast_path, passes, planner
 from flashtile.dispatch.passes import entry_of
 
-from . import hopper, language
+from . import package
 from .machine import Machine
-from .values import Boxes, Pointer, Shared, Value, as_tensor
-
-
-class Semantic:
-    """The part of Triton's compiler that kernels call directly."""
-
-    def memdesc_reinterpret(self, memory: Shared, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared | Boxes:
-        boxes = Boxes.of(memory, shape) if dtype == memory.dtype else None
-        return memory.reinterpret(dtype, shape) if boxes is None else boxes
-
-
-def builtin(function: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.partial(function, _semantic=Semantic())
-
-
-def jit(function: Any = None, **options: Any) -> Any:
-    return function if function is not None else jit
-
-
-def triton_modules() -> dict[str, ModuleType]:
-    """Substitutes for the modules that the kernels import, by name."""
-
-    def module(name: str, **attributes: Any) -> ModuleType:
-        substitute = ModuleType(name)
-        vars(substitute).update(attributes)
-        return substitute
-
-    gluon = "triton.experimental.gluon"
-    core = module("_core", builtin=builtin, tuple=list, _unwrap_if_constexpr=lambda x: x)
-    of_language = {name: x for name, x in vars(language).items() if not name.startswith("_")}
-    return {
-        "triton": module("triton", jit=jit, constexpr_function=lambda f: f, language=language),
-        "triton.language": language,
-        "triton._C": module("triton._C"),
-        "triton._C.libtriton": module("triton._C.libtriton", ir=None),
-        "triton.experimental": module("triton.experimental"),
-        gluon: module(gluon, jit=jit, language=language),
-        f"{gluon}.language": module(f"{gluon}.language", **of_language, _core=core),
-        f"{gluon}.language._core": core,
-        f"{gluon}.language.nvidia": module(f"{gluon}.language.nvidia"),
-        f"{gluon}.language.nvidia.hopper": hopper,
-        f"{gluon}.nvidia": module(f"{gluon}.nvidia"),
-        f"{gluon}.nvidia.hopper": hopper,
-    }
-
+from .package import arguments_of, imported
 
 FOLDER = Path(str(support.__file__)).parent
+copy_with_mistake = functools.partial(package.copy_with_mistake, FOLDER)
 
 
 @functools.cache
 def emulated_kernels(folder: Path = FOLDER) -> ModuleType:
     """`backend.hopper.entry` of the package in a folder, imported on the emulation."""
     name = "flashtile.backend.hopper_emulated" + (f"_in_{folder.name}" if folder != FOLDER else "")
-    spec = importlib.util.spec_from_file_location(
-        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
-    assert spec is not None
-    with mock.patch.dict(sys.modules, triton_modules()):
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        entry = importlib.import_module(f"{name}.entry")
-        importlib.import_module(f"{name}.launch.backward")
-        for source in sorted((folder / "kernels").rglob("*.py")):
-            importlib.import_module(".".join((name, *source.relative_to(folder).with_suffix("").parts)))
-        loaded = {other: module for other, module in sys.modules.items() if other.startswith(name)}
-    sys.modules.update(loaded)
-    return entry
-
-
-def kernel_argument(x: Any) -> Any:
-    """A kernel's view of an argument."""
-    if isinstance(x, Tensor):
-        return Pointer(x)
-    if isinstance(x, TmaDescriptor):
-        descriptor = hopper.TensorDescriptor()
-        vars(descriptor).update(base=x.base, shape=x.shape, strides=x.strides, block_shape=x.block_shape)
-        descriptor.layout = None
-        return descriptor
-    return Value(as_tensor(x)) if isinstance(x, bool | int | float) else x
-
-
-def copy_with_mistake(folder: Path, file: str | None, *mistake: str) -> None:
-    """Copy the backend's package into a folder; `mistake`: its name, the text in one file, and what replaces it."""
-    shutil.copytree(FOLDER, folder)  # with bytecode, which is for the time of its source
-    if file is not None:
-        path = folder / file
-        path.write_text(with_mistake(path.read_text(), *mistake))
-        shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)  # that time may be now
+    return imported(name, folder)
 
 
 @contextmanager
@@ -139,11 +58,7 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
 
     def launch(kernel: Any, programs: int, scalars: dict[str, Any], slots: Slots, tensors: list[Tensor | None]) -> None:
         kernel = function_under_jit(kernel)
-        parameters = inspect.signature(kernel).parameters.items()
-        constants = [name for name, parameter in parameters if parameter.annotation is language.constexpr]
-        values = scalars | resolved(slots, tensors)
-        arguments = {name: x if name in constants else kernel_argument(x) for name, x in values.items()}
-        del arguments["num_warps"]
+        arguments = arguments_of(kernel, scalars | resolved(slots, tensors))
         arguments.pop("maxnreg", None)
         dependent = arguments.pop("launch_pdl", False)
         launched.append(kernel.__name__)

@@ -17,8 +17,16 @@ tensor, shared_memory_descriptor, pointer_type = Value, Shared, Pointer
 static_range = range
 
 
+class Constant(int):
+    """A compile-time constant that host code reads too."""
+
+    @property
+    def value(self) -> int:
+        return int(self)
+
+
 def constexpr(x: Any) -> Any:
-    return x
+    return Constant(x) if type(x) is int else x
 
 
 class PropagateNan(Enum):
@@ -79,6 +87,10 @@ def full(shape: Sequence[int], x: Any, dtype: torch.dtype, layout: Any = None) -
     return Value(torch.as_tensor(unwrap(x)).to(dtype).expand(list(shape)))
 
 
+def cast(x: Any, dtype: torch.dtype) -> Value:
+    return Value(as_tensor(unwrap(x))).to(dtype)
+
+
 def zeros(shape: Sequence[int], dtype: torch.dtype, layout: Any = None) -> Value:
     return Value(torch.zeros(list(shape), dtype=dtype))
 
@@ -92,11 +104,11 @@ def expand_dims(x: Value, axis: int) -> Value:
 
 
 def reshape(x: Value, shape: Sequence[int]) -> Value:
-    return Value(x.tensor.reshape(list(shape)))
+    return x.reshape(shape)
 
 
 def permute(x: Value, order: Sequence[int]) -> Value:
-    return Value(x.tensor.permute(*order))
+    return x.permute(order)
 
 
 def static_assert(condition: Any) -> None:
@@ -104,7 +116,7 @@ def static_assert(condition: Any) -> None:
 
 
 def split(x: Value) -> tuple[Value, Value]:
-    return Value(x.tensor[..., 0]), Value(x.tensor[..., 1])
+    return x.split()
 
 
 def join(left: Value, right: Value) -> Value:
@@ -112,6 +124,9 @@ def join(left: Value, right: Value) -> Value:
 
 
 def convert_layout(x: Value, layout: Any, assert_trivial: bool = False) -> Value:
+    """No effect. It may use shared memory that has been read for the last time, though a copy to it is in flight."""
+    if not assert_trivial:
+        machine().current_task().check_copied("converts a layout")
     return x
 
 
@@ -151,7 +166,7 @@ def cumsum(x: Value, axis: int) -> Value:
     return Value(x.tensor.cumsum(axis, dtype=x.dtype))
 
 
-def sum(x: Value, axis: int) -> Value:  # noqa: A001
+def sum(x: Value, axis: int | None = None) -> Value:  # noqa: A001
     return Value(x.tensor.sum(axis))
 
 
@@ -201,7 +216,7 @@ def load(pointer: Pointer, mask: Any = None, other: Any = None) -> Value:
     values = pointer.memory()[pointer.at(mask)].clone()
     if mask is not None:
         assert other is not None
-        values = torch.where(torch.as_tensor(unwrap(mask)), values, torch.as_tensor(other, dtype=values.dtype))
+        values = torch.where(torch.as_tensor(unwrap(mask)), values, torch.as_tensor(unwrap(other)).to(values.dtype))
     return Value(values)
 
 
@@ -214,10 +229,14 @@ def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     memory[at] = values
 
 
-def atomic_add(pointer: Pointer, value: int, sem: str, scope: str = "gpu") -> Value:
+def atomic_add(pointer: Pointer, value: Any, mask: Any = None, sem: str = "acq_rel", scope: str = "gpu") -> Value:
+    """Add, also to the same element more than once."""
     machine().pause()
-    old = load(pointer)
-    store(pointer, old.tensor + value)
+    at, memory = pointer.at(mask), pointer.memory()
+    old = Value(memory[at].clone())
+    selected = torch.ones_like(at, dtype=torch.bool) if mask is None else torch.as_tensor(unwrap(mask)).expand(at.shape)
+    values = torch.as_tensor(unwrap(value)).to(memory.dtype).expand(at.shape)
+    memory.index_put_((at[selected],), values[selected], accumulate=True)
     return old
 
 

@@ -24,6 +24,8 @@ class Task:
         self.done = False
         self.resume = threading.Semaphore(0)
         self.products: list[Any] = []  # in flight
+        self.copies: list[Any] = []  # to shared memory, in no group yet
+        self.copy_groups: list[list[Any]] = []  # in flight
         self.stores: list[Any] = []  # perhaps not yet written to global memory
         self.unread_stores: list[Any] = []  # perhaps not yet read from shared memory
         self.barrier_phases: dict[int, int] = {}  # last phase arrived at, by named barrier
@@ -48,8 +50,16 @@ class Task:
     def check_finished(self) -> None:
         if self.products:
             raise EmulationError(f"{self.name} ends with a product in flight")
+        self.check_copied("ends")
         if self.unread_stores:
             raise EmulationError(f"{self.name} ends before TMA has read its shared memory")
+
+    def check_copied(self, action: str, span: tuple[int, int] | None = None) -> None:
+        """Require that no asynchronous copy is in flight, or none to a range of addresses."""
+        for copy in (x for group in (*self.copy_groups, self.copies) for x in group):
+            first, last = copy.target.span
+            if span is None or (first < span[1] and span[0] < last):
+                raise EmulationError(f"{self.name} {action} with a copy to {copy.target.shape} in flight")
 
 
 class Program:

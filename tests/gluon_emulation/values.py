@@ -58,6 +58,10 @@ class Value:
     def dtype(self) -> torch.dtype:
         return self._tensor.dtype
 
+    @property
+    def T(self) -> "Value":  # noqa: N802
+        return Value(self.tensor.mT)
+
     def __bool__(self) -> bool:
         return bool(self.tensor)
 
@@ -70,12 +74,21 @@ class Value:
         return Value(self.tensor[index])
 
     def to(self, dtype: Any, bitcast: bool = False) -> "Value":
-        if bitcast:
-            return Value(self.tensor.contiguous().view(dtype))
         if dtype in UNSIGNED:
             x = self.tensor.long()
             return Value(x & 0xFFFFFFFF if dtype == "uint32" else torch.where(x < 0, 2**63 - 1, x))
+        if bitcast:
+            return Value(self.tensor.contiguous().view(dtype))
         return Value(self.tensor.to(dtype))
+
+    def reshape(self, shape: Sequence[int]) -> "Value":
+        return Value(self.tensor.reshape(list(shape)))
+
+    def permute(self, order: Sequence[int]) -> "Value":
+        return Value(self.tensor.permute(*order))
+
+    def split(self) -> tuple["Value", "Value"]:
+        return Value(self.tensor[..., 0]), Value(self.tensor[..., 1])
 
     def broadcast_to(self, shape: Sequence[int]) -> "Value":
         return Value(self.tensor.expand(list(shape)))
@@ -128,6 +141,13 @@ class Pointer:
 
     def to(self, dtype: Any) -> "Pointer":
         return self
+
+    @property
+    def shape(self) -> list[int]:
+        return list(torch.as_tensor(self.offset).shape)
+
+    def __getitem__(self, index: Any) -> "Pointer":
+        return Pointer(self.base, torch.as_tensor(self.offset)[index])
 
     def at(self, mask: Any) -> Tensor:
         """Offsets `[...]`, 0 where masked; the others have to be in bounds."""
@@ -202,12 +222,14 @@ class Shared:
         return Shared(self.data.permute(*order))
 
     def load(self, layout: Any = None) -> Value:
+        machine().current_task().check_copied("reads memory", self.span)
         return Value(self.data.clone())
 
     def store(self, value: Value) -> None:
         if list(value.shape) != self.shape or value.dtype != self.dtype:
             raise EmulationError(f"{value.shape} {value.dtype} stored to {self.shape} {self.dtype}")
         task = machine().current_task()
+        task.check_copied("writes memory", self.span)
         task.program.writes += 1
         task.clock[task] = task.program.writes
         task.program.unfenced[self.span] = task, task.program.writes

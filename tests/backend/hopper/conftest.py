@@ -4,18 +4,8 @@ import faulthandler
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 TIMEOUT = 300  # seconds for one test on a GPU, compilation included
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """One thread: the tensors are too small for more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
