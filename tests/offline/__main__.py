@@ -17,6 +17,7 @@ from flashtile.backend.gpu.chips import SHARED_MEMORY
 from .compiled import KIB, compile_launch
 from .families import ARCHITECTURES, FAMILIES, call_of_family, most_registers
 from .launches import hopper_launches_of, launches_of
+from .mma import launches_by_width
 
 
 @click.command()
@@ -42,6 +43,7 @@ def main(full: bool, architectures: tuple[str, ...], names: tuple[str, ...], out
             for name, head_dim, seqlen in (hopper.FAMILIES if full else hopper.FAMILIES[:1])
             for launch in hopper_launches_of(hopper.call_of_family(name, head_dim, seqlen))
         ]
+    work += [(arch, *found) for arch in chosen for found in launches_by_width(arch, full=full)]
     rows, wrong = [], []
     for arch, family, launch in track(work, "compiling", console=Console(stderr=True)):
         start = time.perf_counter()
