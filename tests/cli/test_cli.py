@@ -84,6 +84,7 @@ def test_explain() -> None:
     [
         (["explain", "--heads", "6", "--heads-kv", "4"], "divides the 6 heads"),
         (["explain", "--backend", "none"], "'none'"),
+        (["explain", "--kernels"], "--device cuda"),
         (["explain", "--window", "3"], "LEFT,RIGHT"),
         (["explain", "--device", "nowhere"], "does not work here"),
         (["verify", "--backend", "none"], "there is no such backend"),

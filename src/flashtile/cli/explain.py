@@ -1,4 +1,4 @@
-"""`flashtile explain`: the plan of a call of a shape, and its limit."""
+"""`flashtile explain`: the plan of a call of a shape and its limit, or the kernels of all calls like it."""
 
 from argparse import ArgumentParser, ArgumentTypeError
 from typing import Any
@@ -6,7 +6,11 @@ from typing import Any
 import torch
 
 from .. import explain as explain_call
-from .options import CommandError, device, dtype, flag, integer, json_option, option, print_json
+from ..backend.gpu.installed import triton_version
+from ..call.device import describe_device
+from ..prebuilt.standard import StandardCall
+from ..prebuilt.workload import compiled_kernels, lines_of
+from .options import CommandError, UsageError, device, dtype, flag, integer, json_option, option, print_json
 
 
 def window(text: str) -> tuple[int | None, int | None]:
@@ -61,32 +65,68 @@ def arguments(parser: ArgumentParser) -> None:
     option(parser, "--dropout", type=float, default=0.0, help="The probability of dropping a weight.")
     flag(parser, "--deterministic", help="The same bits for the same call.")
     option(parser, "--backend", default="auto", help="A backend by name, or auto.")
+    flag(parser, "--kernels", help="Instead, list the kernels that such calls of all lengths and batches compile.")
     json_option(parser)
 
 
-def run(as_json: bool, **options: Any) -> None:
+def run(as_json: bool, kernels: bool, **options: Any) -> None:
     """Show the plan of a call of this shape, its amount of work, and its limit.
 
     Runs no attention. Measures arithmetic and memory for a fifth of a second.
     """
+    if kernels:
+        list_kernels(as_json, options)
+        return
     try:
         tensors = tensors_of(options)
     except RuntimeError as error:  # the allocator's, with advice in further lines
         raise CommandError(f"these tensors cannot be made: {str(error).splitlines()[0]}") from error
     explanation = explain_call(
         **tensors,
-        causal={None: False, "bottom_right": True, "top_left": "top_left"}[options["causal"]],
-        window=options["window"],
-        softcap=options["softcap"],
-        scale=options["scale"],
-        dropout_p=options["dropout"],
-        deterministic=options["deterministic"] or None,
+        **settings_of(options),
         backend=options["backend"],
     )
     if as_json:
         print_json(explanation.as_dict())
     else:
         print(str(explanation))
+
+
+def settings_of(options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call that are no tensors."""
+    return {
+        "causal": {None: False, "bottom_right": True, "top_left": "top_left"}[options["causal"]],
+        "window": options["window"],
+        "softcap": options["softcap"],
+        "scale": options["scale"],
+        "dropout_p": options["dropout"],
+        "deterministic": options["deterministic"] or None,
+    }
+
+
+def list_kernels(as_json: bool, options: dict[str, Any]) -> None:
+    """List the kernels of products that calls like this one compile, whatever their lengths and batch."""
+    if torch.device(options["device"]).type != "cuda":
+        raise UsageError("--kernels lists what Triton compiles for a GPU: --device cuda")
+    if options["backend"] != "auto":
+        raise UsageError("--kernels is about the backends that auto chooses; leave --backend out")
+    if triton_version() is None:
+        raise CommandError("--kernels needs Triton, which PyTorch's GPU builds bring")
+
+    def call_of(batch: int, seqlen_q: int, seqlen_k: int) -> StandardCall:
+        sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "device": "meta"}
+        return StandardCall("attention", tensors_of(options | sizes) | settings_of(options), backward=True)
+
+    try:
+        found = compiled_kernels(call_of, describe_device(torch.device(options["device"])))
+    except LookupError as error:
+        raise CommandError(str(error)) from error
+    lines = {kind: lines_of(kernels) for kind, kernels in found.items()}
+    if as_json:
+        print_json(lines)
+        return
+    for kind, of_kind in lines.items():
+        print(f"kernels of {kind}: {len(of_kind)}", *of_kind, sep="\n  ")
 
 
 def tensors_of(options: dict[str, Any]) -> dict[str, torch.Tensor]:
