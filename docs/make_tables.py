@@ -24,6 +24,7 @@ import compatibility_tables
 import distributed_tables
 import gpu_tables
 import mask_tables
+import mma_tables
 import model_tables
 import page_tables
 import score_mod_tables
@@ -320,6 +321,7 @@ TABLES: dict[str, Callable[[], str]] = (
     | distributed_tables.TABLES
     | mask_tables.TABLES
     | model_tables.TABLES
+    | mma_tables.TABLES
     | page_tables.TABLES
 )
 

@@ -78,7 +78,9 @@ def test_written_rates_are_read_again(tmp_path: Path) -> None:
 
 def test_rows_are_stored_and_become_stale(tmp_path: Path) -> None:
     cell = Cell(measure="backward", heads=4, window=(3, 0), lengths=(5, 6))
-    row = Row(cell, "GPU", "3.6.0", sources_of(cell, ("hopper", "triton")), {"triton": [1.0, 0.9, 1.1]}, {"hopper": "why"})
+    row = Row(
+        cell, "GPU", "3.6.0", sources_of(cell, ("hopper", "triton")), {"triton": [1.0, 0.9, 1.1]}, {"hopper": "why"}
+    )
     file = tmp_path / "store.jsonl"
     file.write_text(f"{row.to_json()}\n{row._replace(sources={'triton': 'other'}).to_json()}\n")
     assert next(read(file)) == row

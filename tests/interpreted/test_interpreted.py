@@ -410,3 +410,19 @@ def test_a_cache_without_sequences() -> None:
     assert not out.any()
     assert (lse == -INF).all()
     assert not any(cache.any() for cache in caches)
+
+
+@pytest.mark.parametrize("keys", [40, 33])
+def test_a_bias_of_more_keys_than_pages_hold(keys: int) -> None:
+    """Its gradient is 0 there, not what was in memory."""
+    q, k = torch.randn(5, 2, 16, dtype=torch.float16), torch.randn(3, 16, 1, 16, dtype=torch.float16)
+    bias = torch.randn(1, 2, 5, keys, dtype=torch.float16, requires_grad=True)
+    lengths = {"seqused_k": torch.tensor([20]), "max_seqlen_q": 5, "max_seqlen_k": keys}
+    offsets_q, table = torch.tensor([0, 5], dtype=torch.int32), torch.tensor([[2, 0]], dtype=torch.int32)
+    with poisoned_allocation():
+        out = flashtile.attention_varlen(
+            q, k, k, offsets_q, offsets_q, page_table=table, bias=bias, backend="triton", **lengths
+        )
+        (found,) = torch.autograd.grad(out.float().sum(), bias)
+    assert (found[..., :20] != 0).any()
+    assert not found[..., 20:].any()

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..backend.cpu.support import VECTORS_VARIABLE
 from ..as_arch import ARCH_VARIABLE
+from ..backend.cpu.support import VECTORS_VARIABLE
 from ..backend.gpu.archive import KERNELS_VARIABLE
 from ..backend.gpu.origin import archive_in_words
 from ..backend.user_files import CACHE_VARIABLE

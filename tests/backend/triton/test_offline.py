@@ -17,9 +17,9 @@ from offline.launches import launches_of, recorded, replay_of, results_of
 
 import flashtile
 from flashtile.api.explain import described_call
+from flashtile.backend.gpu.chips import SHARED_MEMORY
 from flashtile.backend.gpu.installed import triton_version
 from flashtile.backend.gpu.pairs import has_pairs
-from flashtile.backend.gpu.chips import SHARED_MEMORY
 from flashtile.backend.triton.support import MAX_HEAD_DIM
 from flashtile.backend.triton.tile_config import TileConfig
 from flashtile.call.call import DIFFERENTIABLE, Call

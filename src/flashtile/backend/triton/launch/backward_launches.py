@@ -198,7 +198,9 @@ class BackwardLaunches:
         tiles = args.dbias_scalars(self.call, bias, config)
         programs, splits = tiles.pop("programs"), tiles["splits"]
         # A bias may have more keys than memory holds.
-        written = programs > 0 and all(n <= most for n, most in zip(bias.shape, args.bias_shape(self.call), strict=True))
+        written = programs > 0 and all(
+            n <= most for n, most in zip(bias.shape, args.bias_shape(self.call), strict=True)
+        )
         dbias = self.recorder.op(partial(new_bias_gradients, splits, written), bias)
         given, align = self.inputs()
         constants = args.constants(self.call, config, align)

@@ -138,7 +138,9 @@ def backward(problem: Problem, device: Device) -> Iterator[TileConfig]:
         yield from of_float32(plain, p)
     else:
         of_keys, of_rows = (
-            (tables.MORE_DKDV, tables.MORE_DQ) if has_most(p.dtype, device) else (tables.MMA_SYNC_DKDV, tables.MMA_SYNC_DQ)
+            (tables.MORE_DKDV, tables.MORE_DQ)
+            if has_most(p.dtype, device)
+            else (tables.MMA_SYNC_DKDV, tables.MMA_SYNC_DQ)
         )
         for dkdv in more(row.dkdv, of_keys, p, device):
             for dq in more(row.dq, of_rows, p, device):
