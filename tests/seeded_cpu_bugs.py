@@ -230,20 +230,25 @@ CPU_BUGS = (
         "amx-emulated",
     ),
     CpuBug(
-        Bug("delta added", "kernels.backward", "ds = p * (dp - w.delta", "ds = p * (dp + w.delta"),
+        Bug("delta added", "kernels.backward", "ds = p * (dp - delta)", "ds = p * (dp + delta)"),
         GRADIENTS,
     ),
     CpuBug(
-        Bug("scale missing in dq and dk", "kernels.backward", 'ds * a.real("scale")', "ds"),
+        Bug(
+            "scale missing in dq and dk",
+            "kernels.backward",
+            "product_gradient(final, ds) * scale",
+            "product_gradient(final, ds)",
+        ),
         GRADIENTS,
     ),
     CpuBug(
         Bug(
             "dk added twice",
             "kernels.backward",
-            '        accumulate_key_gradient(self, "dk",',
-            '        accumulate_key_gradient(self, "dk", first, count, w.dscores, w.q_rows, depth)\n'
-            '        accumulate_key_gradient(self, "dk",',
+            '        self.call("add_key_gradient", first, count, w.dscores,',
+            '        self.call("add_key_gradient", first, count, w.dscores, w.q_rows, depth, name="dk")\n'
+            '        self.call("add_key_gradient", first, count, w.dscores,',
         ),
         GRADIENTS,
     ),

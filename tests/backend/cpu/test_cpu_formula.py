@@ -56,14 +56,12 @@ def source(program: Program, types: tuple[TensorType, ...], dtype: torch.dtype, 
     with code.function("f", *[o.ADDRESS] * 5, public=True) as args:
         score, h, q_idx = code.pointer(args[1]), code.pointer(args[2], o.INT), code.pointer(args[3], o.INT)
         tensors = captured.Captured(code, types, code.pointer(args[4], o.LONG), wide)
-        starts = range(0, ROWS, code.lanes)
-        rows = [{"h": h.vector(n), "q_idx": q_idx.vector(n)} for n in starts]
         emitter = formula.Emitter(code, tensors, code.constant(B, o.INT))
-        staged = stages.StagedCode(stages.staged(program), emitter, rows)
-        with code.loop(0, KEYS) as j:
-            staged.at_key(code.convert(j + FIRST_KEY, o.INT))
-            for n, row in enumerate(starts):
-                values = staged.at_pair(n, score.vector(j * ROWS + row))
+        with code.loop(0, ROWS, code.lanes) as row:
+            rows = {"h": h.vector(row), "q_idx": q_idx.vector(row)}
+            staged = stages.StagedCode(stages.staged(program), emitter, rows)
+            with code.loop(0, KEYS) as j:
+                values = staged.at_key(code.convert(j + FIRST_KEY, o.INT), score.vector(j * ROWS + row))
                 for m, (x, kind) in enumerate(zip(values, program.kinds(), strict=True)):
                     stored = o.DOUBLE if kind == REAL else o.LONG
                     x = code.splat(code.convert(x, stored, signed=kind != BOOL))

@@ -9,6 +9,7 @@ process compiles for itself, as where someone else could have written it (`user_
 
 import contextlib
 import functools
+import gc
 import hashlib
 from collections.abc import Callable, Iterator
 from importlib import resources
@@ -58,7 +59,9 @@ def function_address(name: str, variant: Any, target: Target, source: Callable[[
         machine = target_machine(target)
         code = read_object(file)
         if code is None:
-            code = compile_object(source(), machine)
+            with collector_paused():
+                text = source()
+            code = compile_object(text, machine)
             if hash_sources(PACKAGE) == SOURCES_HASH:  # not if they were edited since
                 write_object(file, code)
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
@@ -66,6 +69,20 @@ def function_address(name: str, variant: Any, target: Target, source: Callable[[
         engine.finalize_object()
         _LOADED.append(engine)
         return engine.get_function_address(name)
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Generators make some 100,000 objects and drop them together: to look for cycles among them, and among all that
+    PyTorch has imported, takes longer than to make them.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def target_machine(target: Target) -> Any:

@@ -103,17 +103,20 @@ FIELDS = (*(ADDRESSES + INTEGERS + REALS).split(), *HEAD_TERMS, *(f"{symbol}_b" 
 
 
 class Arguments:
-    """The argument block in generated code: `a.integer("head_dim")` emits a load of that field."""
+    """The argument block in generated code: `a.integer("head_dim")` is that field, loaded at a function's start."""
 
     def __init__(self, code: Code, block: Value):
         self.code, self.block = code, block
+        self._loaded: dict[tuple[str, ir.Type], Value] = {}
 
     def _field(self, name: str, kind: ir.Type) -> Value:
-        return self.code.pointer(self.block, kind)[FIELDS.index(name)]
+        if (name, kind) not in self._loaded:
+            with self.code.function_start():
+                self._loaded[name, kind] = (self.code.pointer(self.block, LONG) + FIELDS.index(name)).load(kind)
+        return self._loaded[name, kind]
 
     def pointer(self, name: str, kind: ir.Type | None = None) -> Pointer:
-        at = self.code.pointer(self.block, LONG) + FIELDS.index(name)
-        return self.code.pointer(Value(self.code, self.code.ir.load(at.ir, typ=ADDRESS)), kind)
+        return self.code.pointer(self._field(name, ADDRESS), kind)
 
     def integer(self, name: str) -> Value:
         return self._field(name, LONG)

@@ -7,7 +7,7 @@ from typing import Any
 from llvmlite import ir
 
 from ...call.call import HEAD_TERMS
-from .kernels.operands import BYTE, INT, LONG, SIZES, Pointer
+from .kernels.operands import ADDRESS, BYTE, INT, LONG, SIZES, Pointer
 
 BLOCK_N = 96  # keys of a block: its scores stay in the first-level cache
 BLOCK_PARTS = 3  # of which mask functions hide the first and last ones
@@ -18,6 +18,14 @@ TILE_DEPTH = 32  # bfloat16 numbers in a row of it
 
 
 Layout = Iterator[tuple[str, Any, ir.Type]]
+MOST_BUFFERS = 64
+TASK_FIELDS = 12
+
+
+def beginning() -> Layout:
+    """The addresses of all buffers, and the task at hand (`tiles.Task`)."""
+    yield "addresses", MOST_BUFFERS, LONG
+    yield "task", TASK_FIELDS, LONG
 
 
 def row_tables(real_type: ir.Type, rows: int, panels: Any) -> Layout:
@@ -45,6 +53,7 @@ def key_block(real_type: ir.Type, rows: int, head_dim: Any, head_dim_v: Any) -> 
 
 def forward_layout(real_type: ir.Type, rows: int, panels: Any, head_dim: Any, head_dim_v: Any) -> Layout:
     """Name, number of elements and element type of each buffer. Numbers are ints on the host, `Value`s in a kernel."""
+    yield from beginning()
     yield from row_tables(real_type, rows, panels)
     yield from key_block(real_type, rows, head_dim, head_dim_v)
     yield "m", panels * rows, real_type
@@ -69,6 +78,8 @@ def backward_layout(
     real_type: ir.Type, rows: int, lanes: int, head_dim: Any, head_dim_v: Any, total_keys: Any
 ) -> Layout:
     """The same for backward. `total_keys` is the number of keys that have totals of dk and dv; 0 for few rows."""
+    yield from beginning()
+    yield "touched", 2, LONG  # keys (`dkdv.Touched`)
     yield from row_tables(real_type, rows, 1)
     yield from key_block(real_type, rows, head_dim, head_dim_v)
     for name in ("lse", "residual", "delta", "dslope", "total_dslope"):
@@ -100,13 +111,29 @@ def num_bytes(layout: Callable[..., Layout], *sizes: Any) -> int:
 
 
 class Workspace:
-    """A thread's workspace in generated code; attributes are pointers to its buffers."""
+    """A thread's workspace in generated code; attributes are pointers to its buffers, loaded at a function's start. It
+    begins with their addresses (`write_addresses`), so that its own address is all that a function needs.
+    """
 
     def __init__(self, base: Pointer, layout: Layout):
+        self._base = base.cast(LONG)
+        self._kinds = {name: kind for name, _, kind in layout}
+        self._numbers = {name: n for n, name in enumerate(self._kinds)}
         self._buffers: dict[str, Pointer] = {}
-        for name, count, kind in layout:
-            self._buffers[name] = base.cast(kind)
-            base = base.cast(BYTE) + round_up(count * SIZES[kind], CACHE_LINE)
 
     def __getattr__(self, name: str) -> Pointer:
+        if name not in self._buffers:
+            code = self._base.code
+            with code.function_start():
+                address = (self._base + self._numbers[name]).load(ADDRESS)
+            self._buffers[name] = code.pointer(address, self._kinds[name])
         return self._buffers[name]
+
+
+def write_addresses(base: Pointer, layout: Layout) -> None:
+    """Write the addresses of a workspace's buffers to its beginning, once in each thread."""
+    code, at = base.code, base.cast(BYTE)
+    for n, (_, count, kind) in enumerate(layout):
+        assert n < MOST_BUFFERS
+        code.ir.store(at.ir, (base.cast(LONG) + n).ir, align=SIZES[LONG])
+        at = at + round_up(count * SIZES[kind], CACHE_LINE)

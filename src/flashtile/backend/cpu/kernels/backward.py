@@ -10,11 +10,12 @@ Where sequences or heads share elements of a bias, one task loops over all of th
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from ....expression.blocks import HIDDEN
 from ..targets import Target
-from ..variant import BACKWARD, Arguments, Variant
-from ..workspace import BLOCK_N, Workspace, backward_layout, round_up
+from ..variant import BACKWARD, Variant
+from ..workspace import BLOCK_N, Layout, backward_layout, round_up
 from .blocks import narrow_bounds, visible_keys
 from .codegen import Code
 from .dbias import accumulate_dbias
@@ -23,16 +24,11 @@ from .dkdv import Touched, accumulate_key_gradient, carry_key_gradients, clear_k
 from .dq import accumulate_dq, emit_dq, store_dq
 from .elementary import exp2
 from .formats import load, load_vector, sum_lanes
-from .kernel import Kernel, task_loop, thread_workspace
+from .kernel import Kernel, kernel_source
 from .keys import KeyBlock, load_keys
-from .masking import in_mask, in_window
-from .operands import ADDRESS, BIT, Pointer, Value
-from .products import (
-    Panel,
-    emit_accumulate,
-    emit_scores,
-    score_product,
-)
+from .masking import Window, in_mask
+from .operands import BIT, Pointer, Value
+from .products import Panel, emit_accumulate, emit_scores, score_product
 from .rng import apply_dropout
 from .scores import distance, final_score, product_gradient
 from .sums import ROWS_PER_CARRY, carry, carry_due, needs_totals
@@ -40,49 +36,64 @@ from .tiles import copy_rows, fill_row_tables, load_transposed, make_task, num_v
 
 
 def source(variant: Variant, target: Target) -> str:
-    """The LLVM module of a backward kernel, `backward(block)`; any number of threads may run it at once."""
-    code = Code(target, variant.real_type)
-    panel = Panel(code, variant.vectors)
-    emit_scores(code, panel)
-    emit_dq(code, panel, variant)
-    emit_accumulate(code, panel)
-    with code.function(BACKWARD, ADDRESS, public=True) as (block,):
-        a = Arguments(code, block)
-        sizes = (a.integer(name) for name in ("head_dim", "head_dim_v", "total_keys"))
-        w = Workspace(thread_workspace(code, a), backward_layout(code.real_type, panel.rows, code.lanes, *sizes))
-        zero, one = code.index(0), code.index(1)
-        with task_loop(code, a) as task_index:
-            splits, batch, heads = (a.integer(name) for name in ("splits", "batch", "num_heads_kv"))
-            share_b, share_h = (a.integer(name).differs(0) for name in ("share_b", "share_h"))
-            split, pair = task_index % splits, task_index // splits
-            num_h = code.select(share_h, one, heads)
-            first_b, first_h = pair // num_h, pair % num_h
-            last_b, last_h = code.select(share_b, batch, first_b + 1), code.select(share_h, heads, first_h + 1)
-            with code.loop(first_b, last_b) as b, code.loop(first_h, last_h) as h:
-                keys = make_task(code, a, b, h, split, zero)
-                many_rows = keys.num_rows > ROWS_PER_CARRY
-                clear_key_gradients(code, a, keys, w, many_rows)
-                touched = Touched(code, keys)
-                with code.loop(0, keys.num_rows, panel.rows) as first_row:
-                    task = make_task(code, a, b, h, split, first_row)
-                    BackwardKernel(code, a, variant, panel, w, task).run(touched)
-                    with code.if_then(many_rows & (first_row % ROWS_PER_CARRY).equals(ROWS_PER_CARRY - panel.rows)):
-                        carry_key_gradients(code, a, keys, w, False, touched)
-                with code.if_then(many_rows):
-                    carry_key_gradients(code, a, keys, w, last=True)
-    return str(code.module)
+    """The LLVM module of a backward kernel, `backward(block)`."""
+    return kernel_source(BackwardKernel, BACKWARD, variant, target)
 
 
 class BackwardKernel(Kernel):
-    """Emits the code of one panel of query rows against all keys of the task."""
+    """Emits the code of one task."""
 
-    def run(self, touched: Touched) -> None:
+    SIZES = ("head_dim", "head_dim_v", "total_keys")
+
+    def buffers(self, *sizes: Any) -> Layout:
+        return backward_layout(self.code.real_type, self.panel.rows, self.code.lanes, *sizes)
+
+    @classmethod
+    def emit_products(cls, code: Code, panel: Panel, variant: Variant) -> None:
+        emit_scores(code, panel)
+        emit_dq(code, panel, variant)
+        emit_accumulate(code, panel)
+
+    def run(self, task_index: Value) -> None:
+        """Loop over the sequences and key heads of a task."""
+        code, a = self.code, self.a
+        splits, batch, heads = (a.integer(name) for name in ("splits", "batch", "num_heads_kv"))
+        share_b, share_h = (a.integer(name).differs(0) for name in ("share_b", "share_h"))
+        split, pair = task_index % splits, task_index // splits
+        num_h = code.select(share_h, code.index(1), heads)
+        first_b, first_h = pair // num_h, pair % num_h
+        last_b, last_h = code.select(share_b, batch, first_b + 1), code.select(share_h, heads, first_h + 1)
+        with code.loop(first_b, last_b) as b, code.loop(first_h, last_h) as h:
+            self.task.store(make_task(code, a, b, h, split, code.index(0)))
+            self.call("visit_rows")
+
+    def visit_rows(self) -> None:
+        """Loop over the panels of query rows of a sequence and key head."""
+        code, rows = self.code, self.panel.rows
+        many_rows = self.task.num_rows > ROWS_PER_CARRY
+        self.call("clear_keys")
+        with code.loop(0, self.task.num_rows, rows) as first_row:
+            self.task.set("first_row", first_row)
+            self.call("visit_panel")
+            with code.if_then(many_rows & (first_row % ROWS_PER_CARRY).equals(ROWS_PER_CARRY - rows)):
+                self.call("carry_keys", last=False)
+        with code.if_then(many_rows):
+            self.call("carry_keys", last=True)
+
+    def clear_keys(self) -> None:
+        clear_key_gradients(self.code, self.a, self.task, self.w, self.task.num_rows > ROWS_PER_CARRY)
+        Touched(self).clear()
+
+    def carry_keys(self, last: bool) -> None:
+        carry_key_gradients(self.code, self.a, self.task, self.w, last, None if last else Touched(self))
+
+    def visit_panel(self) -> None:
+        """One panel of query rows against all keys of the task."""
         code, a, w = self.code, self.a, self.w
-        fill_row_tables(code, a, self.variant, self.panel, self.task, w, code.index(0))
-        narrow_bounds(self, code.index(0))
+        self.call("fill_tables")
         lo, hi = w.bounds[0], w.bounds[3]
         many_keys = needs_totals(lo, hi)
-        self.prologue(many_keys)
+        self.call("prologue", many_keys)
         with code.loop(lo // BLOCK_N * BLOCK_N, hi, BLOCK_N) as block:
             first, last = code.maximum(block, lo), code.minimum(block + BLOCK_N, hi)
             state, first, last = visible_keys(self, code.index(0), first, last)
@@ -93,22 +104,29 @@ class BackwardKernel(Kernel):
                         load_keys(code, a, self.variant, self.task, side, first, last, scratch)
                         for side, scratch in (("k", w.k), ("v", w.v))
                     )
-                    block_of_keys = (first, last - first, state, k, v)
-                    self.with_narrow_panels(code.index(0), lambda kernel: kernel.process_block(*block_of_keys))
-                    touched.add(first, last)
+                    self.call("process_block", first, last - first, state, *k, *v)
+                    Touched(self).add(first, last)
             with code.if_then(many_keys & carry_due(block)):
-                self.carry(last=False)
+                self.call("carry", last=False)
         with code.if_then(many_keys):
-            self.carry(last=True)
-        self.epilogue()
+            self.call("carry", last=True)
+        with code.if_then(a.pointer("dq").is_null().equals(0)):
+            store_dq(self, self.num_valid)
+        if self.variant.slope_gradient:
+            dslopes = a.pointer("dslopes") + self.task.split * a.integer("seqlen_total")
+            with code.loop(0, self.num_valid) as r:
+                dslopes[w.lse_offsets[r]] = w.dslope[r]
+
+    def fill_tables(self) -> None:
+        fill_row_tables(self.code, self.a, self.variant, self.panel, self.task, self.w, self.code.index(0))
+        narrow_bounds(self, self.code.index(0))
 
     def prologue(self, many_keys: Value) -> None:
         """Zero the sums, and load the rows if they see any key. The first split always loads them: it stores delta."""
         code, w, panel = self.code, self.w, self.panel
         with code.if_then((w.bounds[0] < w.bounds[3]) | self.task.split.equals(0)):
-            self.load_rows()
-            self.compute_delta()
-            self.load_row_stats()
+            for step in ("load_rows", "compute_delta", "load_row_stats"):
+                self.call(step)
         for recent, _, n in self.row_sums():
             recent.store(code.full(), n)
         with code.if_then(many_keys):
@@ -212,91 +230,97 @@ class BackwardKernel(Kernel):
         with code.loop(0, width) as d:
             w.dout[d * panel.rows + r] = code.real(0)
 
-    def process_block(self, first: Value, count: Value, state: Value, k: KeyBlock, v: KeyBlock) -> None:
+    def process_block(
+        self, first: Value, count: Value, state: Value, k: Pointer, k_stride: Value, v: Pointer, v_stride: Value
+    ) -> None:
         """One block of keys: the five matrix products, and between them the gradient of the softmax."""
-        code, a, w, panel = self.code, self.a, self.w, self.panel
-        depth, width = a.integer("head_dim"), a.integer("head_dim_v")
-        score_product(code, panel, k.first, k.stride, count, w.q, depth, w.scores, w.new_m)
-        score_product(code, panel, v.first, v.stride, count, w.dout, width, w.dscores, w.new_m)
+        code, a, w = self.code, self.a, self.w
+        depth, width, no_panel = a.integer("head_dim"), a.integer("head_dim_v"), code.index(0)
+
+        def products(panel: Panel) -> None:
+            score_product(code, panel, k, k_stride, count, w.q, depth, w.scores, w.new_m)
+            score_product(code, panel, v, v_stride, count, w.dout, width, w.dscores, w.new_m)
+
+        self.with_narrow_panels(no_panel, products)
         if self.variant.dropout:
-            with code.loop(0, count * panel.rows, code.lanes) as n:
-                w.keep.store(code.full(1.0), n)
-            apply_dropout(code, a, panel, w.keep, first, count, w.position, w.sequence_head)
+            self.call("dropout", first, count)
         full_lo, full_hi = w.bounds[1], w.bounds[2]
         edge = (first < full_lo) | (first + count > full_hi)
         self.with_and_without_mask(state, lambda kernel: kernel.softmax_of_block(first, count, edge))
         if self.variant.bias_gradient:
-            accumulate_dbias(self, first, count)
-        accumulate_key_gradient(self, "dv", first, count, w.scores, w.dout_rows, width)
-        accumulate_key_gradient(self, "dk", first, count, w.dscores, w.q_rows, depth)
+            self.call("add_dbias", first, count)
+        self.call("add_key_gradient", first, count, w.scores, w.dout_rows, width, name="dv")
+        self.call("add_key_gradient", first, count, w.dscores, w.q_rows, depth, name="dk")
         with code.if_then(a.pointer("dq").is_null().equals(0)):
-            accumulate_dq(self, k, count)
+            accumulate_dq(self, KeyBlock(k, k_stride), count)
+
+    def add_dbias(self, first: Value, count: Value) -> None:
+        accumulate_dbias(self, first, count)
+
+    def add_key_gradient(self, first: Value, count: Value, p: Pointer, x: Pointer, width: Value, name: str) -> None:
+        accumulate_key_gradient(self, name, first, count, p, x, width)
+
+    def dropout(self, first: Value, count: Value) -> None:
+        """Fill `keep` with the factors of the block's probabilities."""
+        code, w = self.code, self.w
+        with code.loop(0, count * self.panel.rows, code.lanes) as n:
+            w.keep.store(code.full(1.0), n)
+        apply_dropout(self, code.index(0), w.keep, first, count)
 
     def softmax_of_block(self, first: Value, count: Value, edge: Value) -> None:
-        self.with_and_without_window(edge, lambda edge: self.softmax_backward(first, count, edge))
+        self.with_and_without_window(edge, lambda edge: self.call("softmax_backward", first, count, edge=edge))
 
     def softmax_backward(self, first: Value, count: Value, edge: bool) -> None:
         """Turn `scores = q k` into `p * keep`, for dv, and `dscores = dout v` into the gradient of the scaled product,
         for dq and dk.
         """
-        code, a, w, panel, variant = self.code, self.a, self.w, self.panel, self.variant
-        tables = self.score_tables(code.index(0))
+        with self.columns(self.code.index(0)) as row:
+            self.softmax_of_rows(row, first, count, edge)
+
+    def softmax_of_rows(self, row: Value, first: Value, count: Value, edge: bool) -> None:
+        """The same for a vector of rows."""
+        code, a, w, variant = self.code, self.a, self.w, self.variant
+        tables, window = self.score_tables(row), Window.of_rows(w, row) if edge else None
         elements = ElementGradients(self) if variant.loads else None
-        slopes = [code.variable(code.full()) for _ in range(panel.vectors)] if variant.slope_gradient else []
+        slope = code.variable(code.full())
+        lse, delta, scale = w.lse.vector(row), w.delta.vector(row), a.real("scale")
         with code.loop(0, count) as j:
-            key, at = first + j, j * panel.rows
-            if tables.functions is not None:
-                tables.functions.at_key(self.key_position(key))
-            for n in range(panel.vectors):
-                row = n * code.lanes
-                final = final_score(code, a, variant, tables, panel, w.scores.vector(at + row), row, key, j)
-                difference = final.score - w.lse.vector(row)
-                if variant.natural_units:
-                    difference = difference - w.residual.vector(row)
-                p = exp2(code, difference * variant.to_exp2 if variant.natural_units else difference)
-                visible = final.visible
-                if edge:
-                    window_visible = in_window(code, w.low, w.high, row, key)
-                    visible = window_visible if visible is None else visible & window_visible
-                if variant.mask:
-                    mask_visible = in_mask(w.mask + at, row)
-                    visible = mask_visible if visible is None else visible & mask_visible
-                if variant.formula is not None:  # whose derivative may be NaN or infinite where p is 0
-                    counted = w.lse.vector(row).differs(math.inf)
-                    visible = counted if visible is None else visible & counted
-                if visible is not None:
-                    p = code.select(visible, p, 0.0)
-                dp = w.dscores.vector(at + row)
-                kept = p
-                if variant.dropout:
-                    keep = w.keep.vector(at + row)
-                    kept, dp = p * keep, dp * keep
-                w.scores.store(kept, at + row)
-                ds = p * (dp - w.delta.vector(row))
-                if visible is not None:
-                    ds = code.select(visible, ds, 0.0)  # where delta is NaN, p * (dp - delta) = 0 * NaN
-                if variant.formula is not None and visible is not None:
-                    if elements is not None:
-                        elements.add(n, final.formula, ds, visible)
-                    ds = code.select(visible, ds * final.formula[1], 0.0)
-                if variant.bias_gradient:
-                    w.dbias.store(ds, at + row)
-                if variant.slope_gradient:
-                    slopes[n].set(slopes[n].get() - ds * distance(code, w.diagonal_key, row, key))
-                ds = product_gradient(final, ds)
-                w.dscores.store(ds * a.real("scale"), at + row)
+            key, at = first + j, j * self.panel.rows + row
+            final = final_score(code, a, variant, tables, w.scores.vector(at), w.bias + at, key)
+            difference = final.score - lse
+            if variant.natural_units:
+                difference = difference - w.residual.vector(row)
+            p = exp2(code, difference * variant.to_exp2 if variant.natural_units else difference)
+            visible = final.visible
+            if window is not None:
+                visible = window.has(key) if visible is None else visible & window.has(key)
+            if variant.mask:
+                mask_visible = in_mask(w.mask, at)
+                visible = mask_visible if visible is None else visible & mask_visible
+            if variant.formula is not None:  # whose derivative may be NaN or infinite where p is 0
+                counted = lse.differs(math.inf)
+                visible = counted if visible is None else visible & counted
+            if visible is not None:
+                p = code.select(visible, p, 0.0)
+            dp = w.dscores.vector(at)
+            kept = p
+            if variant.dropout:
+                keep = w.keep.vector(at)
+                kept, dp = p * keep, dp * keep
+            w.scores.store(kept, at)
+            ds = p * (dp - delta)
+            if visible is not None:
+                ds = code.select(visible, ds, 0.0)  # where delta is NaN, p * (dp - delta) = 0 * NaN
+            if variant.formula is not None and visible is not None:
+                if elements is not None:
+                    elements.add(final.formula, ds, visible)
+                ds = code.select(visible, ds * final.formula[1], 0.0)
+            if variant.bias_gradient:
+                w.dbias.store(ds, at)
+            if variant.slope_gradient:
+                slope.set(slope.get() - ds * distance(code, tables, key))
+            w.dscores.store(product_gradient(final, ds) * scale, at)
         if variant.slope_gradient:
-            panel.store([x + y.get() for x, y in zip(panel.load(w.dslope), slopes, strict=True)], w.dslope)
+            w.dslope.store(w.dslope.vector(row) + slope.get(), row)
         if elements is not None:
             elements.flush()
-
-    def epilogue(self) -> None:
-        """Store the panel's dq and its rows' parts of dslopes."""
-        code, a, w, task, num_valid = self.code, self.a, self.w, self.task, self.num_valid
-        dq = a.pointer("dq")
-        with code.if_then(dq.is_null().equals(0)):
-            store_dq(self, num_valid)
-        if self.variant.slope_gradient:
-            dslopes = a.pointer("dslopes") + task.split * a.integer("seqlen_total")
-            with code.loop(0, num_valid) as r:
-                dslopes[w.lse_offsets[r]] = w.dslope[r]

@@ -245,6 +245,10 @@ class Code:
         if outer is not None:
             self.ir = outer
 
+    def function_start(self) -> Any:
+        """What this context emits runs once, before the rest of the function."""
+        return self.ir.goto_entry_block()
+
     @contextmanager
     def shared_function(self, name: str, *kinds: llvm.Type) -> Iterator[list[Value]]:
         """Emit a function once for each module: yields its arguments, or nothing if it exists already."""

@@ -36,19 +36,22 @@ def accumulate_dbias(kernel: Kernel, first: Value, count: Value) -> None:
 
 def reduce_over_keys(kernel: Kernel, count: Value) -> None:
     """Sum each row over the keys of the block, into the place of the first key."""
-    code, w, panel = kernel.code, kernel.w, kernel.panel
-    total = [code.variable(code.full()) for _ in range(panel.vectors)]
-    with code.loop(0, count) as j:
-        for x, sum_of_row in zip(panel.load(w.dbias, j), total, strict=True):
-            sum_of_row.set(sum_of_row.get() + x)
-    panel.store([x.get() for x in total], w.dbias)
+    code, w = kernel.code, kernel.w
+    with kernel.columns(code.index(0)) as column:
+        total = code.variable(code.full())
+        with code.loop(0, count) as j:
+            total.set(total.get() + w.dbias.vector(j * kernel.panel.rows + column))
+        w.dbias.store(total.get(), column)
 
 
 def reduce_over_rows(kernel: Kernel, count: Value) -> None:
     """Sum each key over the panel's rows, into consecutive elements: a vector of keys at a time. Rows past the last one
     have `ds = 0`.
     """
-    code, w, panel = kernel.code, kernel.w, kernel.panel
-    with code.loop(0, count, code.lanes) as j:
-        keys = [sum(rest, start=x) for x, *rest in (panel.load(w.dbias, j + n) for n in range(code.lanes))]
-        w.dbias.store(sum_lanes(code, keys), j)
+    code, w, pitch = kernel.code, kernel.w, kernel.panel.rows
+    with code.loop(0, count, code.lanes) as first:
+        total = [code.variable(code.full()) for _ in range(code.lanes)]
+        with kernel.columns(code.index(0)) as column:
+            for n, x in enumerate(total):
+                x.set(x.get() + w.dbias.vector((first + n) * pitch + column))
+        w.dbias.store(sum_lanes(code, [x.get() for x in total]), first)

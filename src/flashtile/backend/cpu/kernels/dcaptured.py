@@ -27,7 +27,9 @@ class Run(NamedTuple):
 
 
 class ElementGradients:
-    """Adds gradients of elements in a loop over keys: make it before the loop, and flush it after it."""
+    """Adds gradients of elements for a vector of rows, in a loop over keys: make it before the loop, and flush it after
+    it.
+    """
 
     def __init__(self, kernel: Kernel):
         self.code, self.loads = kernel.code, kernel.variant.loads
@@ -39,15 +41,12 @@ class ElementGradients:
         )
         self.sums = {x.tensor: task_sums(captured, x.tensor, (task.b, task.kv_head, task.split)) for x in self.loads}
         none = code.constant(NONE, llvm.VectorType(self.kind, code.lanes))
-        self.runs = [
-            [Run(code.variable(code.full()), code.variable(none)) for _ in self.loads]
-            for _ in range(kernel.panel.vectors)
-        ]
+        self.runs = [Run(code.variable(code.full()), code.variable(none)) for _ in self.loads]
 
-    def add(self, n: int, results: Sequence[Any], ds: Value, visible: Value) -> None:
-        """Add the terms of vector `n` of rows: `ds` times the partial derivatives in the formula's results."""
+    def add(self, results: Sequence[Any], ds: Value, visible: Value) -> None:
+        """Add the terms of a vector of rows: `ds` times the partial derivatives in the formula's results."""
         code = self.code
-        for load, run in zip(self.loads, self.runs[n], strict=True):
+        for load, run in zip(self.loads, self.runs, strict=True):
             element, inside = self.element([results[m] for m in load.indices])
             counts = visible & inside
             element = code.select(counts, element, run.element.get())
@@ -72,9 +71,8 @@ class ElementGradients:
         run.total.set(self.code.full())
 
     def flush(self) -> None:
-        for runs in self.runs:
-            for load, run in zip(self.loads, runs, strict=True):
-                self.end(load, run)
+        for load, run in zip(self.loads, self.runs, strict=True):
+            self.end(load, run)
 
 
 def task_sums(captured: Captured, tensor: int, places: tuple[Value, ...]) -> tuple[Pointer, Pointer]:

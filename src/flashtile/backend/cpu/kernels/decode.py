@@ -14,7 +14,7 @@ from .codegen import Code
 from .formats import STORAGE_TYPES, load_vector, sum_lanes
 from .forward import BlockKind
 from .keys import KeyBlock, load_keys
-from .operands import ADDRESS, INT, LONG, Value
+from .operands import ADDRESS, INT, LONG, Pointer, Value
 from .products import Panel, tiled_loop
 from .row_values import RowValuesKernel, emit_row_values, row_value_product
 from .softmax import exponentiate
@@ -72,14 +72,16 @@ def emit_scores(code: Code, panel: Panel, dtype: str) -> None:
 class DecodeKernel(RowValuesKernel):
     """Emits the code of one task: a single panel, whose head dimensions are whole vectors."""
 
-    @property
-    def group_sizes(self) -> tuple[int, ...]:
-        return row_group_sizes(self.code)
-
-    @staticmethod
-    def emit_products(code: Code, panel: Panel, variant: Variant) -> None:
+    @classmethod
+    def emit_products(cls, code: Code, panel: Panel, variant: Variant) -> None:
         emit_scores(code, panel, variant.dtype)
         emit_row_values(code, variant.dtype, row_group_sizes(code), KEYS_AHEAD)
+
+    def row_loop(self, p: Value) -> Callable[[Callable[[Value, int, Value], None]], None]:
+        code, num_valid = self.code, self.num_valid(p)
+        return lambda group: tiled_loop(
+            code, num_valid, lambda r, rows: group(r, rows, code.index(rows - 1)), row_group_sizes(code)
+        )
 
     def load_queries(self, p: Value) -> None:
         code, a, w, depth, rows = self.code, self.a, self.w, self.a.integer("head_dim"), self.num_valid(p)
@@ -106,14 +108,15 @@ class DecodeKernel(RowValuesKernel):
             with packed:
                 for rows in row_group_sizes(code):
                     with code.if_then((num_valid <= rows) & (num_valid > rows // 2)):
-                        self.process_packed(rows, p, count, k, v)
+                        self.call("process_packed", p, count, *k, *v, rows=rows)
 
-    def process_packed(self, rows: int, p: Value, count: Value, k: KeyBlock, v: KeyBlock) -> None:
+    def process_packed(
+        self, p: Value, count: Value, k: Pointer, k_stride: Value, v: Pointer, v_stride: Value, rows: int
+    ) -> None:
         """Process a block with scores `[count, rows]`. Lane n belongs to row `n % rows`, in `m` and `alpha` too."""
         code, w, panel = self.code, self.w, self.panel
         m, l = w.m + p * panel.rows, w.l + p * panel.rows  # noqa: E741
-        pitch = code.index(rows)
-        self.scores_of_rows(rows, code.index(0), count, k, pitch)
+        self.scores_of_rows(rows, code.index(0), count, KeyBlock(k, k_stride), code.index(rows))
         num_vectors = (count * rows + (code.lanes - 1)) // code.lanes
         last = (num_vectors - 1) * code.lanes
         valid = code.lane_indices() < code.convert(count * rows - last, INT)
@@ -125,11 +128,15 @@ class DecodeKernel(RowValuesKernel):
         old, old_l = (code.shuffle(x, x, [n % rows for n in range(code.lanes)]) for x in (m.vector(0), l.vector(0)))
         m.store(old)
         w.new_m.store(code.maximum(largest.get(), old))
-        (total,) = exponentiate(code, self.variant, panel, w.scores, num_vectors, w, m)
+        total = exponentiate(code, self.variant, w.scores, code.lanes, num_vectors, m, w.new_m, w.alpha)
         total = over_keys(code, total, rows, lambda x, y: x + y)
         l.store(code.multiply_add(old_l, w.alpha.vector(0), total))
-        width = self.a.integer("head_dim_v")
-        row_value_product(code, (rows,), rows, w.scores, pitch, v, count, w.out, width, w.alpha)
+        values, width = KeyBlock(v, v_stride), self.a.integer("head_dim_v")
+
+        def all_rows(group: Callable[[Value, int, Value], None]) -> None:
+            group(code.index(0), rows, code.index(rows - 1))
+
+        row_value_product(code, all_rows, w.scores, rows, values, count, w.out, width, w.alpha)
 
     def scores_of_rows(self, rows: int, first: Value, count: Value, k: KeyBlock, pitch: Value) -> None:
         """The scores of `rows` rows, a size of `row_group_sizes`, from `first` on."""
@@ -144,8 +151,7 @@ class DecodeKernel(RowValuesKernel):
         tiled_loop(
             code, num_valid, lambda r, rows: self.scores_of_rows(rows, r, count, k, pitch), row_group_sizes(code)
         )
-        largest = [code.variable(x) for x in panel.load(w.new_m)]
+        largest = code.variable(w.new_m.vector())
         with code.loop(0, count) as j:
-            for s, top in zip(panel.load(w.scores, j), largest, strict=True):
-                top.set(code.maximum(s, top.get()))
-        panel.store([x.get() for x in largest], w.new_m)
+            largest.set(code.maximum(w.scores.vector(j * panel.rows), largest.get()))
+        w.new_m.store(largest.get())

@@ -39,8 +39,6 @@ def source(variant: TableVariant, target: Target) -> str:
         program = staged(variant.term.program)
         with code.loop(0, heads) as h, code.loop(0, width, code.lanes) as n:
             row = {"h": code.splat(code.convert(h, INT)), "q_idx": code.convert(n, INT) + code.lane_indices()}
-            term = StagedCode(program, emitter, [row])
-            term.at_key(code.convert(reach, INT))
-            (x,) = term.at_pair(0, code.full())  # it depends on no score
+            (x,) = StagedCode(program, emitter, row).at_key(code.convert(reach, INT), code.full())  # of no score
             table.store(code.splat(x), h * width + n)
     return str(code.module)

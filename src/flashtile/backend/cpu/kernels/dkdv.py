@@ -44,18 +44,25 @@ def key_gradient_row(a: Arguments, task: Task, name: str, key: Value) -> Pointer
 class Touched:
     """The keys whose recent sums have changed since the last carry, from `lo` to `hi`, exclusive."""
 
-    def __init__(self, code: Code, task: Task):
-        self.code, self.task = code, task
-        self.end = code.maximum(task.last_key + 1, task.first_key)  # a last split may be empty
-        self.lo, self.hi = code.variable(self.end), code.variable(task.first_key)
+    def __init__(self, kernel: Kernel):
+        self.code, self.task, self.keys = kernel.code, kernel.task, kernel.w.touched
+
+    @property
+    def lo(self) -> Value:
+        return self.keys[0]
+
+    @property
+    def hi(self) -> Value:
+        return self.keys[1]
 
     def add(self, first: Value, last: Value) -> None:
-        self.lo.set(self.code.minimum(self.lo.get(), first))
-        self.hi.set(self.code.maximum(self.hi.get(), last))
+        self.keys[0] = self.code.minimum(self.lo, first)
+        self.keys[1] = self.code.maximum(self.hi, last)
 
     def clear(self) -> None:
-        self.lo.set(self.end)
-        self.hi.set(self.task.first_key)
+        task = self.task
+        self.keys[0] = self.code.maximum(task.last_key + 1, task.first_key)  # a last split may be empty
+        self.keys[1] = task.first_key
 
 
 def key_gradient_vectors(
@@ -64,8 +71,8 @@ def key_gradient_vectors(
     """Loop over the vectors of a task's dk and dv, if requested: pointers to recent sums and totals, and the index.
     Those of all keys, or of touched ones alone.
     """
-    start = code.index(0) if touched is None else touched.lo.get() - task.first_key
-    stop = task.last_key + 1 if touched is None else touched.hi.get()
+    start = code.index(0) if touched is None else touched.lo - task.first_key
+    stop = task.last_key + 1 if touched is None else touched.hi
     for name, width in (("dk", "head_dim"), ("dv", "head_dim_v")):
         step, padded = a.integer(f"{name}_s"), round_up(a.integer(width), code.lanes)
         with code.if_then(a.pointer(name).is_null().equals(0)):

@@ -1,11 +1,13 @@
 """A panel's dq: `[rows, D]` with lanes of features where its rows are whole vectors, else `[D, rows]`."""
 
+import functools
+
 from ..variant import Variant
 from .codegen import Code
 from .kernel import Kernel
 from .keys import KeyBlock
 from .operands import Value
-from .products import ACCUMULATOR_ROWS, Panel, emit_values, value_product
+from .products import ACCUMULATOR_ROWS, Panel, accumulator_loop, emit_values, value_product
 from .row_values import emit_row_values, row_value_product, store_row_vectors
 from .tiles import num_valid_rows, store_transposed
 
@@ -23,10 +25,11 @@ def accumulate_dq(kernel: Kernel, k: KeyBlock, count: Value) -> None:
     code, w, panel, depth = kernel.code, kernel.w, kernel.panel, kernel.a.integer("head_dim")
     if kernel.variant.row_values:
         num_valid = num_valid_rows(code, panel, kernel.task, code.index(0))
-        args = (w.dscores, panel.rows, k, count, w.dq, depth, w.alpha)
-        row_value_product(code, ACCUMULATOR_ROWS, num_valid, *args)
+        loop = functools.partial(accumulator_loop, code, num_valid)
+        row_value_product(code, loop, w.dscores, panel.rows, k, count, w.dq, depth, w.alpha)
     else:
-        value_product(code, panel, w.dscores, k.first, k.stride, count, w.dq, depth, w.alpha)
+        args = (w.dscores, k.first, k.stride, count, w.dq, depth, w.alpha)
+        kernel.with_narrow_panels(code.index(0), lambda panel: value_product(code, panel, *args))
 
 
 def store_dq(kernel: Kernel, num_valid: Value) -> None:

@@ -4,24 +4,23 @@ A task has a few panels of query rows and loops over the key blocks. Each panel 
 its scores, updates the online softmax and adds the values, while the block is in the first-level cache.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ....expression.blocks import HIDDEN
 from ..targets import Target
-from ..variant import FORWARD, Arguments, Variant
-from ..workspace import BLOCK_N, Workspace, forward_layout
+from ..variant import FORWARD, Variant
+from ..workspace import BLOCK_N, Layout, forward_layout
 from .blocks import narrow_bounds, panels_see, visible_keys
 from .codegen import Code
 from .combine import combine_splits
-from .kernel import Kernel, store_rows, task_loop, thread_workspace
+from .kernel import Kernel, kernel_source, store_rows
 from .keys import KeyBlock, load_keys
-from .masking import in_mask, in_window, mask_fill
-from .operands import ADDRESS, Pointer, Value
+from .masking import Window, in_mask, mask_fill
+from .operands import Pointer, Value
 from .products import Panel, emit_scores, emit_values, score_product, value_product
 from .rng import apply_dropout
 from .scores import final_score
-from .softmax import finalize, initialize, normalize, rescale, update
+from .softmax import exponentiate, finalize, initialize, normalize, rescale
 from .sums import carry, carry_due, needs_totals
 from .tiles import fill_row_tables, find_task, load_transposed, num_valid_rows, rows_in_use, store_transposed
 
@@ -36,44 +35,54 @@ class BlockKind(NamedTuple):
 class ForwardKernel(Kernel):
     """Emits the code of one task."""
 
-    layout = staticmethod(forward_layout)
+    SIZES = ("panels", "head_dim", "head_dim_v")
 
-    @staticmethod
-    def emit_products(code: Code, panel: Panel, variant: Variant) -> None:
+    def buffers(self, *sizes: Any) -> Layout:
+        return forward_layout(self.code.real_type, self.panel.rows, *sizes)
+
+    @classmethod
+    def emit_products(cls, code: Code, panel: Panel, variant: Variant) -> None:
         emit_scores(code, panel)
         emit_values(code, panel)
 
-    @staticmethod
-    def thread_state(code: Code) -> AbstractContextManager[None]:
-        """Emit code before and after a thread's tasks."""
-        return nullcontext()
+    def run(self, task_index: Value) -> None:
+        self.task.store(find_task(self.code, self.a, self.panel, task_index))
+        self.call("visit_keys")
+        with self.code.if_then(self.a.integer("splits") > 1):
+            self.call("combine")
 
-    def run(self) -> None:
-        code, w, rows = self.code, self.w, self.panel.rows
+    @property
+    def panels_in_use(self) -> Value:
+        rows = self.panel.rows
         num_left = (self.task.num_rows - self.task.first_row + (rows - 1)) // rows
-        panels = code.minimum(self.a.integer("panels"), num_left)
+        return self.code.minimum(self.a.integer("panels"), num_left)
+
+    def visit_keys(self) -> None:
+        """Loop over the blocks of keys that a task's panels see."""
+        code, w, panels = self.code, self.w, self.panels_in_use
         lo, hi = code.variable(code.index(2**40)), code.variable(code.index(0))
         with code.loop(0, panels) as p:
-            self.prologue(p)
+            self.call("prologue", p)
             lo.set(code.minimum(lo.get(), w.bounds[p * 4]))
             hi.set(code.maximum(hi.get(), w.bounds[p * 4 + 3]))
         many_keys = needs_totals(lo.get(), hi.get())
         with code.if_then(many_keys), code.loop(0, panels) as p:
-            self.clear_totals(p)
+            self.call("clear_totals", p)
         with code.loop(lo.get() // BLOCK_N * BLOCK_N, hi.get(), BLOCK_N) as block:
             first, last = code.maximum(block, lo.get()), code.minimum(block + BLOCK_N, hi.get())
             with code.if_then(first < last), code.if_then(panels_see(self, panels, first)):
                 k, v = (self.load_keys(side, first, last) for side in ("k", "v"))
                 with code.loop(0, panels) as p:
-                    self.visit_block(p, first, last, k, v)
+                    self.call("visit_block", p, first, last, *k, *v)
             with code.if_then(many_keys & carry_due(block)), code.loop(0, panels) as p:
-                self.carry(p, last=False)
-        with code.if_then(many_keys), code.loop(0, panels) as p:
-            self.carry(p, last=True)
+                self.call("carry", p, last=False)
         with code.loop(0, panels) as p:
-            self.epilogue(p)
-        with code.if_then(self.a.integer("splits") > 1):
-            combine_splits(self, panels)
+            with code.if_then(many_keys):
+                self.call("carry", p, last=True)
+            self.call("epilogue", p)
+
+    def combine(self) -> None:
+        combine_splits(self, self.panels_in_use)
 
     def prologue(self, p: Value) -> None:
         """Fill a panel's tables, load its queries, and initialize its softmax state."""
@@ -97,13 +106,13 @@ class ForwardKernel(Kernel):
 
     def carry(self, p: Value, last: bool) -> None:
         """Carry recent sums to totals, rescaled to the current maximum; at the end, add totals to the recent sums."""
-        code, w, panel = self.code, self.w, self.panel
-        rows = p * panel.rows
-        m, total_m = panel.load(w.m + rows), panel.load(w.total_m + rows)
-        panel.store([rescale(code, x, y, self.variant.to_exp2) for x, y in zip(total_m, m, strict=True)], w.alpha)
-        panel.store(m, w.total_m + rows)
-        for n in range(0, panel.rows, code.lanes):
-            carry(code, w.l + rows, w.total_l + rows, code.index(n), last, w.alpha.vector(n))
+        code, w, first = self.code, self.w, p * self.panel.rows
+        with self.columns(p) as column:
+            row = first + column
+            m, total_m, alpha = w.m + row, w.total_m + row, w.alpha + column
+            alpha.store(rescale(code, total_m.vector(), m.vector(), self.variant.to_exp2))
+            total_m.store(m.vector())
+            carry(code, w.l, w.total_l, row, last, alpha.vector())
         self.carry_output(p, last)
 
     # Overridden by other accumulators and by decoding -----------------------------------------------------------------
@@ -132,34 +141,40 @@ class ForwardKernel(Kernel):
         """Compute the block's scores, and their maximum in `new_m`."""
         w, depth = self.w, self.a.integer("head_dim")
         q = w.q + p * depth * self.panel.rows
-        score_product(self.code, self.panel, k.first, k.stride, count, q, depth, w.scores, w.new_m)
+        args = (k.first, k.stride, count, q, depth, w.scores, w.new_m)
+        self.with_narrow_panels(p, lambda panel: score_product(self.code, panel, *args))
 
     def value_product(self, p: Value, v: KeyBlock, count: Value) -> None:
         """Scale the accumulators by `alpha`, and add the block's probabilities times its values."""
         w, width = self.w, self.a.integer("head_dim_v")
         out = w.out + self.output_place(p)[0]
-        value_product(self.code, self.panel, w.scores, v.first, v.stride, count, out, width, w.alpha)
+        args = (w.scores, v.first, v.stride, count, out, width, w.alpha)
+        self.with_narrow_panels(p, lambda panel: value_product(self.code, panel, *args))
 
     def carry_output(self, p: Value, last: bool) -> None:
-        code, w, panel, width = self.code, self.w, self.panel, self.a.integer("head_dim_v")
+        code, w, width = self.code, self.w, self.a.integer("head_dim_v")
         first = self.output_place(p)[0]
-        with code.loop(0, width) as d:
-            for n in range(0, panel.rows, code.lanes):
-                at = d * panel.rows + n
-                carry(code, w.out + first, w.total_out + first, at, last, w.alpha.vector(n))
+        with self.columns(p) as column:
+            factor = w.alpha.vector(column)
+            with code.loop(0, width) as d:
+                at = d * self.panel.rows + column
+                carry(code, w.out + first, w.total_out + first, at, last, factor)
 
     def store_output(self, p: Value, dtype: str, to: Pointer, row_offsets: Pointer) -> None:
         code, w, panel, width = self.code, self.w, self.panel, self.a.integer("head_dim_v")
-        out, lse = w.out + self.output_place(p)[0], panel.load(w.l + p * panel.rows)
-        inverse = panel.load(w.alpha)
-        with code.loop(0, width) as d:
-            terms = zip(panel.load(out, d), inverse, lse, strict=True)
-            panel.store([normalize(code, *x) for x in terms], out, d)
+        out = w.out + self.output_place(p)[0]
+        with self.columns(p) as column:
+            lse, inverse = w.l.vector(p * panel.rows + column), w.alpha.vector(column)
+            with code.loop(0, width) as d:
+                at = out + d * panel.rows + column
+                at.store(normalize(code, at.vector(), inverse, lse))
         store_transposed(code, panel, out, width, dtype, to, row_offsets, num_valid_rows(code, panel, self.task, p))
 
     # Shared with the decode variant -----------------------------------------------------------------------------------
 
-    def visit_block(self, p: Value, block_first: Value, block_last: Value, k: KeyBlock, v: KeyBlock) -> None:
+    def visit_block(
+        self, p: Value, block_first: Value, block_last: Value, k: Pointer, k_stride: Value, v: Pointer, v_stride: Value
+    ) -> None:
         """Process the keys of a block that any row of a panel sees."""
         code, w = self.code, self.w
         lo, full_lo, full_hi, hi = (w.bounds[p * 4 + n] for n in range(4))
@@ -170,55 +185,60 @@ class ForwardKernel(Kernel):
         with code.if_then((lowest < last) & (visible.state > HIDDEN)):
             state = self.load_mask_and_bias(p, first, count, visible.state)
             with code.if_then(state > HIDDEN):
-                k = k._replace(first=k.first + k.stride * skipped)
-                v = v._replace(first=v.first + v.stride * skipped)
                 edge = (first < full_lo) | (last > full_hi)
-                kind = BlockKind(edge, state)
-                self.with_narrow_panels(p, lambda kernel: kernel.process_block(p, first, count, kind, k, v))
+                keys = (KeyBlock(x + stride * skipped, stride) for x, stride in ((k, k_stride), (v, v_stride)))
+                self.process_block(p, first, count, BlockKind(edge, state), *keys)
 
     def process_block(self, p: Value, first: Value, count: Value, kind: BlockKind, k: KeyBlock, v: KeyBlock) -> None:
-        code, a, w, panel, variant = self.code, self.a, self.w, self.panel, self.variant
-        m, l = w.m + p * panel.rows, w.l + p * panel.rows  # noqa: E741
-        panel.store(panel.load(m), w.new_m)
+        w, panel = self.w, self.panel
+        panel.store(panel.load(w.m, p), w.new_m)
         self.score_product(p, k, count)
-        self.with_and_without_mask(kind.state, lambda kernel: kernel.finish_scores(p, first, count, m, kind.edge))
-        update(code, variant, panel, w.scores, count, w, m, l)
-        if variant.dropout:
-            rows = p * panel.rows
-            apply_dropout(code, a, panel, w.scores, first, count, w.position + rows, w.sequence_head + rows)
+        self.with_and_without_mask(kind.state, lambda kernel: kernel.finish_scores(p, first, count, kind.edge))
+        self.call("softmax", p, count)
+        if self.variant.dropout:
+            self.call("dropout", p, first, count)
         self.value_product(p, v, count)
 
-    def finish_scores(self, p: Value, first: Value, count: Value, m: Pointer, edge: Value) -> None:
+    def softmax(self, p: Value, count: Value) -> None:
+        """Replace scores by `exp(s - m)`, and update `m`, `l` and `alpha`."""
+        code, w, pitch = self.code, self.w, self.panel.rows
+        with self.columns(p) as column:
+            row = p * pitch + column
+            l, alpha = w.l + row, w.alpha + column  # noqa: E741
+            total = exponentiate(
+                code, self.variant, w.scores + column, pitch, count, w.m + row, w.new_m + column, alpha
+            )
+            l.store(code.multiply_add(l.vector(), alpha.vector(), total))
+
+    def dropout(self, p: Value, first: Value, count: Value) -> None:
+        apply_dropout(self, p, self.w.scores, first, count)
+
+    def finish_scores(self, p: Value, first: Value, count: Value, edge: Value) -> None:
         if self.variant.modifies_scores:
-            self.with_and_without_window(edge, lambda edge: self.modify_scores(p, first, count, m, edge))
+            self.with_and_without_window(edge, lambda edge: self.call("modify_scores", p, first, count, edge=edge))
         else:
             with self.code.if_then(edge):
-                self.modify_scores(p, first, count, m, edge=True)
+                self.call("modify_scores", p, first, count, edge=True)
 
-    def modify_scores(self, p: Value, first: Value, count: Value, m: Pointer, edge: bool) -> None:
+    def modify_scores(self, p: Value, first: Value, count: Value, edge: bool) -> None:
         """Apply the score features and masks to a block's scores, in place, and recompute their maximum."""
-        code, a, w, panel, variant = self.code, self.a, self.w, self.panel, self.variant
-        rows = p * panel.rows
-        tables = self.score_tables(p)
-        low, high = w.low + rows, w.high + rows
-        largest = [code.variable(x) for x in panel.load(m)]
-        with code.loop(0, count) as j:
-            if tables.functions is not None:
-                tables.functions.at_key(self.key_position(first + j))
-            final = []
-            for n, (s, top) in enumerate(zip(panel.load(w.scores, j), largest, strict=True)):
-                row = n * code.lanes
-                s, _, _, visible = final_score(code, a, variant, tables, panel, s, row, first + j, j)
+        code, a, w, pitch, variant = self.code, self.a, self.w, self.panel.rows, self.variant
+        with self.columns(p) as column:
+            row = p * pitch + column
+            tables, window = self.score_tables(row), Window.of_rows(w, row) if edge else None
+            largest = code.variable(w.m.vector(row))
+            with code.loop(0, count) as j:
+                key, at = first + j, j * pitch + column
+                s, _, _, visible = final_score(code, a, variant, tables, w.scores.vector(at), w.bias + at, key)
                 if visible is not None:
                     s = mask_fill(code, s, visible)
-                if edge:
-                    s = mask_fill(code, s, in_window(code, low, high, row, first + j))
+                if window is not None:
+                    s = mask_fill(code, s, window.has(key))
                 if variant.mask:
-                    s = mask_fill(code, s, in_mask(w.mask + j * panel.rows, row))
-                top.set(code.maximum(s, top.get()))
-                final.append(s)
-            panel.store(final, w.scores, j)
-        panel.store([x.get() for x in largest], w.new_m)
+                    s = mask_fill(code, s, in_mask(w.mask, at))
+                largest.set(code.maximum(s, largest.get()))
+                w.scores.store(s, at)
+            w.new_m.store(largest.get(), column)
 
     def epilogue(self, p: Value) -> None:
         """Normalize and store a panel's output and log-sum-exp. A split stores its own to the partial results."""
@@ -227,7 +247,8 @@ class ForwardKernel(Kernel):
         l, lse_offsets, out_offsets = w.l + rows, w.lse_offsets + rows, w.out_offsets + rows  # noqa: E741
         num_valid = num_valid_rows(code, panel, task, p)
         residual = w.m + rows  # once the row is finished
-        finalize(code, self.variant, panel, w.m + rows, l, w.alpha)
+        with self.columns(p) as column:
+            finalize(code, self.variant, residual + column, l + column, w.alpha + column)
         with code.if_else(a.integer("splits") > 1) as (split, single):
             with split:
                 before, partial_offsets = task.split * a.integer("seqlen_total"), w.q_offsets + rows  # free by now
@@ -246,14 +267,5 @@ class ForwardKernel(Kernel):
 
 
 def source(variant: Variant, target: Target, kernel_class: type[ForwardKernel] = ForwardKernel) -> str:
-    """The LLVM module of a forward kernel, `forward(block)`; any number of threads may run it at once."""
-    code = Code(target, variant.real_type)
-    panel = Panel(code, variant.vectors)
-    kernel_class.emit_products(code, panel, variant)
-    with code.function(FORWARD, ADDRESS, public=True) as (block,):
-        a = Arguments(code, block)
-        sizes = (a.integer(name) for name in ("panels", "head_dim", "head_dim_v"))
-        w = Workspace(thread_workspace(code, a), kernel_class.layout(code.real_type, panel.rows, *sizes))
-        with kernel_class.thread_state(code), task_loop(code, a) as task_index:
-            kernel_class(code, a, variant, panel, w, find_task(code, a, panel, task_index)).run()
-    return str(code.module)
+    """The LLVM module of a forward kernel, `forward(block)`."""
+    return kernel_source(kernel_class, FORWARD, variant, target)

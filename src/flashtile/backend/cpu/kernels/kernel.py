@@ -1,19 +1,20 @@
 """Code that the forward and backward kernels share: the task loop, a thread's workspace, mask and bias of a block."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Self
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Self
 
 from ....expression import Formula
 from ....expression.blocks import FULL, HIDDEN, PARTIAL
+from ..targets import Target
 from ..variant import Arguments, Variant
-from ..workspace import Workspace
+from ..workspace import Layout, Workspace, write_addresses
 from .captured import Captured
 from .codegen import Code
 from .formats import STORAGE_TYPES
 from .formula import Emitter
 from .masking import mask_state
-from .operands import BYTE, INT, LONG, Pointer, Value
+from .operands import ADDRESS, BYTE, INT, LONG, Pointer, Value
 from .products import Panel
 from .scores import ScoreTables
 from .stages import StagedCode, staged
@@ -45,10 +46,61 @@ def store_rows(code: Code, source: Pointer, to: Pointer, row_offsets: Pointer, r
 
 
 class Kernel:
-    """Base class of kernel generators: emits the code of one task, with its arguments, workspace and panel."""
+    """Base class of kernel generators: emits the code of one task, with its arguments, workspace and panel.
 
-    def __init__(self, code: Code, a: Arguments, variant: Variant, panel: Panel, w: Workspace, task: Task):
-        self.code, self.a, self.variant, self.panel, self.w, self.task = code, a, variant, panel, w, task
+    Methods that `call` calls become functions of their own, once in a module: several passes of LLVM take more than
+    linear time in a function's length. They find the task in the workspace.
+    """
+
+    SIZES: tuple[str, ...]  # arguments that the sizes of buffers depend on
+    suffix: tuple[str, ...] = ()  # of the names of functions
+
+    def __init__(self, code: Code, variant: Variant, panel: Panel, block: Value, base: Pointer):
+        self.code, self.variant, self.panel, self.block, self.base = code, variant, panel, block, base
+        self.a = Arguments(code, block)
+        self.w = Workspace(base, self.buffers(*[0] * len(self.SIZES)))
+        self.task = Task(code, self.w)
+
+    def buffers(self, *sizes: Any) -> Layout:
+        """The workspace."""
+        raise NotImplementedError
+
+    @classmethod
+    def emit_products(cls, code: Code, panel: Panel, variant: Variant) -> None:
+        """Emit the microkernels."""
+        raise NotImplementedError
+
+    @staticmethod
+    def thread_state(code: Code) -> AbstractContextManager[None]:
+        """Emit code before and after a thread's tasks."""
+        return nullcontext()
+
+    def run(self, task_index: Value) -> None:
+        """One task."""
+        raise NotImplementedError
+
+    def call(self, method: str, *args: Value | Pointer, **options: Any) -> None:
+        """Call the function that `method(*args, **options)` emits; options are constants."""
+        code = self.code
+        name = "_".join(map(str, (method, *options.values(), *self.suffix)))
+        with code.shared_function(name, ADDRESS, ADDRESS, *(x.ir.type for x in args)) as parameters:
+            if parameters:
+                block, base, *values = parameters
+                kernel = type(self)(code, self.variant, self.panel, block, code.pointer(base, BYTE))
+                pairs = zip(args, values, strict=True)
+                given = [code.pointer(y, x.kind) if isinstance(x, Pointer) else y for x, y in pairs]
+                getattr(kernel, method)(*given, **options)
+        code.call(name, self.block, self.base, *args)
+
+    @contextmanager
+    def columns(self, p: Value) -> Iterator[Value]:
+        """Loop over the vectors of panel `p` that hold rows: the first row of each."""
+        if self.panel.vectors == 1:
+            yield self.code.index(0)
+        else:
+            num_valid = num_valid_rows(self.code, self.panel, self.task, p)
+            with self.code.loop(0, num_valid, self.code.lanes) as row:
+                yield row
 
     def load_mask_and_bias(self, p: Value, first: Value, count: Value, state: Value) -> Value:
         """Load the block's bias and mask, transposed, into the workspace, as far as they are needed. `state` is that of
@@ -72,18 +124,18 @@ class Kernel:
                 load_transposed(code, panel, at, offsets, rows, count, stride, dtype, getattr(w, name), code.real(1))
         return state
 
-    def with_narrow_panels(self, p: Value, emit: Callable[[Self], None]) -> None:
-        """Emit code for panel `p`, and for narrower ones, which the last rows of a sequence fill."""
+    def with_narrow_panels(self, p: Value, emit: Callable[[Panel], None]) -> None:
+        """Emit code for a full panel, and for narrower ones, which the last rows of a sequence fill."""
         num_valid = num_valid_rows(self.code, self.panel, self.task, p)
 
         def choose(panels: list[Panel]) -> None:
             panel, *wider = panels
             if not wider:
-                emit(self)
+                emit(panel)
                 return
             with self.code.if_else(num_valid <= panel.vectors * self.code.lanes) as (then, otherwise):
                 with then:
-                    emit(type(self)(self.code, self.a, self.variant, panel, self.w, self.task))
+                    emit(panel)
                 with otherwise:
                     choose(wider)
 
@@ -110,29 +162,41 @@ class Kernel:
         if variant == self.variant or self.variant.formula is not None:
             emit(self)
             return
-        unmasked = type(self)(self.code, self.a, variant, self.panel, self.w, self.task)
+        unmasked = type(self)(self.code, variant, self.panel, self.block, self.base)
+        unmasked.suffix = ("unmasked",)
         with self.code.if_else(state.equals(FULL)) as (full, partial):
             with full:
                 emit(unmasked)
             with partial:
                 emit(self)
 
-    def score_tables(self, p: Value) -> ScoreTables:
-        """The inputs of the score features, for a loop over keys that begins here."""
-        rows = p * self.panel.rows
-        terms = {symbol: getattr(self.w, symbol) + rows for symbol in self.variant.head_terms}
-        functions = self.variant.functions
-        code = None if functions is None else self.formula_code(functions, rows)
-        return ScoreTables(self.w.bias, self.w.diagonal_key + rows, terms, code)
+    def score_tables(self, row: Value) -> ScoreTables:
+        """The inputs of the score features, for a loop over keys that begins here; `row` is the first one of a vector,
+        among those of all panels.
+        """
+        variant, w = self.variant, self.w
+        terms = {symbol: (getattr(w, symbol) + row).vector() for symbol in variant.head_terms}
+        diagonal_key = (w.diagonal_key + row).vector() if variant.head_terms else None
+        functions = variant.functions
+        return ScoreTables(diagonal_key, terms, None if functions is None else self.formula_code(functions, row))
 
-    def formula_code(self, formula: Formula, first_row: Value) -> StagedCode:
+    def formula_code(self, formula: Formula, row: Value) -> StagedCode:
         code, a, w = self.code, self.a, self.w
         captured = Captured(code, formula.tensors, a.pointer("captured", LONG), self.variant.wide)
         emitter = Emitter(code, captured, code.convert(self.task.b + a.integer("b0"), INT))
-        starts = [first_row + n * code.lanes for n in range(self.panel.vectors)]
-        rows = [{"h": w.head.vector(n), "q_idx": w.position.vector(n)} for n in starts]
+        rows = {"h": w.head.vector(row), "q_idx": w.position.vector(row)}
         return StagedCode(staged(formula.program, self.variant.loads), emitter, rows)
 
-    def key_position(self, j: Value) -> Value:
-        """The position of a key in the whole sequence."""
-        return self.code.convert(j + self.a.integer("j0"), INT)
+
+def kernel_source(kernel_class: type[Kernel], name: str, variant: Variant, target: Target) -> str:
+    """The LLVM module of a kernel, `name(block)`; any number of threads may run it at once."""
+    code = Code(target, variant.real_type)
+    panel = Panel(code, variant.vectors)
+    kernel_class.emit_products(code, panel, variant)
+    with code.function(name, ADDRESS, public=True) as (block,):
+        a = Arguments(code, block)
+        kernel = kernel_class(code, variant, panel, block, thread_workspace(code, a))
+        write_addresses(kernel.base, kernel.buffers(*(a.integer(name) for name in kernel.SIZES)))
+        with kernel.thread_state(code), task_loop(code, a) as task_index:
+            kernel.call("run", task_index)
+    return str(code.module)

@@ -1,17 +1,30 @@
 """Visibility of a block's pairs, by window and by bool mask. Blocks that every row sees in full skip the window."""
 
 import math
+from typing import NamedTuple, Self
 
 from ....expression.blocks import FULL, HIDDEN, PARTIAL
 from ..variant import Arguments
+from ..workspace import Workspace
 from .codegen import Code
 from .operands import BYTE, INT, Pointer, Value
 
 
-def in_window(code: Code, low: Pointer, high: Pointer, n: Value | int, j: Value) -> Value:
-    """Whether each of a vector's rows, from row `n` of the panel, has key `j` in its window."""
-    key = code.splat(code.convert(j, INT))
-    return (key >= low.vector(n)) & (key <= high.vector(n))
+class Window(NamedTuple):
+    """The first and the last key that each of a vector of rows may see."""
+
+    low: Value
+    high: Value
+
+    @classmethod
+    def of_rows(cls, w: Workspace, row: Value) -> Self:
+        """Those from `row` on, among the rows of all panels."""
+        return cls(w.low.vector(row), w.high.vector(row))
+
+    def has(self, j: Value) -> Value:
+        """Whether each row has key `j` in its window."""
+        key = self.low.code.convert(j, INT)
+        return (self.low <= key) & (self.high >= key)
 
 
 def in_mask(mask: Pointer, n: Value | int) -> Value:

@@ -18,7 +18,7 @@ FLOAT, DOUBLE, HALF, VOID, ADDRESS = (
     llvm.VoidType(),
     llvm.PointerType(),
 )
-SIZES = {BYTE: 1, SHORT: 2, HALF: 2, INT: 4, FLOAT: 4, LONG: 8, DOUBLE: 8}
+SIZES = {BYTE: 1, SHORT: 2, HALF: 2, INT: 4, FLOAT: 4, LONG: 8, DOUBLE: 8, ADDRESS: 8}
 FLOATING = (FLOAT, DOUBLE, HALF)
 
 
@@ -123,7 +123,11 @@ class Pointer:
         return Pointer(self.code, step, self.kind)
 
     def __getitem__(self, i: "Value | int") -> Value:
-        return Value(self.code, self.code.ir.load((self + i).ir, typ=self.kind, align=SIZES[self.kind]))
+        return (self + i).load(self.kind)
+
+    def load(self, kind: llvm.Type) -> Value:
+        """The one element of another kind at this address."""
+        return Value(self.code, self.code.ir.load(self.ir, typ=kind, align=SIZES[kind]))
 
     def __setitem__(self, i: "Value | int", x: Value) -> None:
         self.code.ir.store(self.code.scalar(x, self.kind).ir, (self + i).ir, align=SIZES[self.kind])

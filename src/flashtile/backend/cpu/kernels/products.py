@@ -14,7 +14,8 @@ from .operands import ADDRESS, LONG, SIZES, Pointer, Value
 # Terms that a score's sum adds one by one. Where all terms are alike, the roundings of a longer sum point one way, and
 # those of forward and backward, whose orders differ, do not cancel.
 FEATURES_OF_A_SUM = 96
-ACCUMULATOR_ROWS = (6, 4, 2, 1)  # heights of the microkernels; every number of keys or features is a sum of these
+# Heights of the microkernels. The lower one does one row twice where it is alone.
+ACCUMULATOR_ROWS = (6, 2)
 
 
 class Panel:
@@ -40,72 +41,94 @@ class Panel:
             at.store(vector, n * self.code.lanes)
 
 
+def accumulator_loop(code: Code, count: Value, body: Callable[[Value, int, Value], None]) -> None:
+    """Emit `body(start, rows, last)` for microkernels that have `count` rows together. The last row of each is number
+    `last`, smaller than `rows - 1` where the lower one does a row twice.
+    """
+    high, low = ACCUMULATOR_ROWS
+    full = count // high * high
+    with code.loop(0, full, high) as start:
+        body(start, high, code.index(high - 1))
+    with code.loop(full, count, low) as start:
+        body(start, low, code.minimum(count - start, low) - 1)
+
+
+def row_numbers(code: Code, rows: int, last: Value) -> list[Value]:
+    """The rows of a microkernel, which loads the sums of all of them before it stores any."""
+    return [code.index(n) for n in range(rows - 1)] + [last if rows in ACCUMULATOR_ROWS[1:] else code.index(rows - 1)]
+
+
 def emit_scores(code: Code, widest: Panel) -> None:
-    """`scores_R_V(k, stride, q, s, depth, m)`: `s[j] = sum_d k[j, d] q[d]` for R keys and V vectors of rows, and `m`
-    grows to their maximum.
+    """`scores_R_V(k, stride, q, s, depth, m, last)`: `s[j] = sum_d k[j, d] q[d]` for R keys and V vectors of rows, and
+    `m` grows to their maximum.
     """
     for panel, rows in itertools.product(widest.widths(), ACCUMULATOR_ROWS):
         name = f"scores_{rows}_{panel.vectors}"
-        with code.function(name, ADDRESS, LONG, ADDRESS, ADDRESS, LONG, ADDRESS) as args:
+        with code.function(name, ADDRESS, LONG, ADDRESS, ADDRESS, LONG, ADDRESS, LONG) as args:
             k, q, s, m = (code.pointer(args[n]) for n in (0, 2, 3, 5))
             stride, depth = args[1], args[4]
-            keys = [k + stride * j for j in range(rows)]
+            numbers = row_numbers(code, rows, args[6])
+            keys, scores = [k + stride * n for n in numbers], [s + n * panel.rows for n in numbers]
             total = [[code.variable(code.full()) for _ in range(panel.vectors)] for _ in range(rows)]
             with code.loop(0, depth, CACHE_LINE // SIZES[code.real_type]) as d:
                 for key in keys:  # of the next call
                     code.prefetch(key + stride * rows + d)
             several = depth > FEATURES_OF_A_SUM
             with code.if_then(several):
-                for j in range(rows):
-                    panel.store([code.full()] * panel.vectors, s, j)
+                for s_j in scores:
+                    panel.store([code.full()] * panel.vectors, s_j)
             first = code.variable(code.index(0))
             with code.loop_forever() as done:
                 last = code.minimum(first.get() + FEATURES_OF_A_SUM, depth)
                 with code.loop(first.get(), last) as d:
                     q_d = panel.load(q, d)
-                    for j in range(rows):
-                        k_jd = code.splat(keys[j][d])
-                        for n in range(panel.vectors):
-                            total[j][n].set(code.multiply_add(q_d[n], k_jd, total[j][n].get()))
+                    for key, sums in zip(keys, total, strict=True):
+                        k_d = code.splat(key[d])
+                        for x, y in zip(q_d, sums, strict=True):
+                            y.set(code.multiply_add(x, k_d, y.get()))
+                with code.if_then(several):
+                    for s_j, sums in zip(scores, total, strict=True):
+                        for x, y in zip(panel.load(s_j), sums, strict=True):
+                            y.set(x + y.get())
                 code.break_if(last >= depth, done)
                 first.set(last)
-                for j in range(rows):
-                    panel.store([x + y.get() for x, y in zip(panel.load(s, j), total[j], strict=True)], s, j)
-                    for x in total[j]:
-                        x.set(code.full())
-            with code.if_then(several):
-                for j in range(rows):
-                    for x, y in zip(panel.load(s, j), total[j], strict=True):
-                        y.set(x + y.get())
+                for s_j, sums in zip(scores, total, strict=True):
+                    panel.store([y.get() for y in sums], s_j)
+                    for y in sums:
+                        y.set(code.full())
             largest = panel.load(m)
-            for j in range(rows):
-                s_j = [x.get() for x in total[j]]
-                panel.store(s_j, s, j)
-                largest = [code.maximum(x, y) for x, y in zip(s_j, largest, strict=True)]
+            for s_j, sums in zip(scores, total, strict=True):
+                final = [y.get() for y in sums]
+                panel.store(final, s_j)
+                largest = [code.maximum(x, y) for x, y in zip(final, largest, strict=True)]
             panel.store(largest, m)
 
 
 def emit_values(code: Code, widest: Panel) -> None:
-    """`values_R_V(p, v, stride, count, o, alpha)`: `o[d] = alpha o[d] + sum_j p[j] v[j, d]` for R features and V
+    """`values_R_V(p, v, stride, count, o, alpha, last)`: `o[d] = alpha o[d] + sum_j p[j] v[j, d]` for R features and V
     vectors of rows.
     """
     for panel, rows in itertools.product(widest.widths(), ACCUMULATOR_ROWS):
         name = f"values_{rows}_{panel.vectors}"
-        with code.function(name, ADDRESS, ADDRESS, LONG, LONG, ADDRESS, ADDRESS) as args:
+        with code.function(name, ADDRESS, ADDRESS, LONG, LONG, ADDRESS, ADDRESS, LONG) as args:
             p, v, o, alpha = (code.pointer(args[n]) for n in (0, 1, 4, 5))
             stride, count = args[2], args[3]
+            numbers = row_numbers(code, rows, args[6])
             total = [[code.variable(code.full()) for _ in range(panel.vectors)] for _ in range(rows)]
             with code.loop(0, count) as j:
                 p_j = panel.load(p, j)
                 v_j = v + stride * j
-                for d in range(rows):
+                for d, sums in zip(numbers, total, strict=True):
                     v_jd = code.splat(v_j[d])
-                    for n in range(panel.vectors):
-                        total[d][n].set(code.multiply_add(p_j[n], v_jd, total[d][n].get()))
+                    for x, y in zip(p_j, sums, strict=True):
+                        y.set(code.multiply_add(x, v_jd, y.get()))
             scale = panel.load(alpha)
-            for d in range(rows):
-                terms = zip(panel.load(o, d), scale, total[d], strict=True)
-                panel.store([code.multiply_add(x, a, y.get()) for x, a, y in terms], o, d)
+            results = [
+                [code.multiply_add(x, a, y.get()) for x, a, y in zip(panel.load(o, d), scale, sums, strict=True)]
+                for d, sums in zip(numbers, total, strict=True)
+            ]
+            for d, x in zip(numbers, results, strict=True):
+                panel.store(x, o, d)
 
 
 def strip_sizes(code: Code) -> tuple[int, ...]:
@@ -114,29 +137,34 @@ def strip_sizes(code: Code) -> tuple[int, ...]:
 
 
 def emit_accumulate(code: Code, panel: Panel) -> None:
-    """`accumulate_R_N(p, x, x_stride, y, y_stride, first, last)`: `y[j] += sum_r p[j, r] x[r]` over the panel's rows
-    from `first` to `last`, exclusive, for R keys and N vectors of features. Here lanes run over features; rows of
-    `x [panel, ...]` and `y` are padded to whole vectors.
+    """`accumulate_R_N(p, x, x_stride, y, y_stride, first, last, last_key)`: `y[j] += sum_r p[j, r] x[r]` over the
+    panel's rows from `first` to `last`, exclusive, for R keys and N vectors of features. Here lanes run over features;
+    rows of `x [panel, ...]` and `y` are padded to whole vectors.
     """
-    for rows in ACCUMULATOR_ROWS:
-        for strip in strip_sizes(code):
-            kinds = (ADDRESS, ADDRESS, LONG, ADDRESS, LONG, LONG, LONG)
-            with code.function(f"accumulate_{rows}_{strip}", *kinds) as args:
-                p, x, y = (code.pointer(args[n]) for n in (0, 1, 3))
-                x_stride, y_stride, first, last = args[2], args[4], args[5], args[6]
-                lanes = [n * code.lanes for n in range(strip)]
-                total = [[code.variable(code.full()) for _ in lanes] for _ in range(rows)]
-                with code.loop(first, last) as r:
-                    x_r = x + x_stride * r
-                    vectors = [x_r.vector(n) for n in lanes]
-                    for j in range(rows):
-                        p_jr = code.splat(p[r + j * panel.rows])
-                        for vector, sum_of_key in zip(vectors, total[j], strict=True):
-                            sum_of_key.set(code.multiply_add(vector, p_jr, sum_of_key.get()))
-                for j in range(rows):
-                    y_j = y + y_stride * j
-                    for n, sum_of_key in zip(lanes, total[j], strict=True):
-                        y_j.store(y_j.vector(n) + sum_of_key.get(), n)
+    for rows, strip in itertools.product(ACCUMULATOR_ROWS, strip_sizes(code)):
+        kinds = (ADDRESS, ADDRESS, LONG, ADDRESS, LONG, LONG, LONG, LONG)
+        with code.function(f"accumulate_{rows}_{strip}", *kinds) as args:
+            p, x, y = (code.pointer(args[n]) for n in (0, 1, 3))
+            x_stride, y_stride, first, last = args[2], args[4], args[5], args[6]
+            numbers = row_numbers(code, rows, args[7])
+            lanes = [n * code.lanes for n in range(strip)]
+            total = [[code.variable(code.full()) for _ in lanes] for _ in range(rows)]
+            p_rows = [p + j * panel.rows for j in numbers]
+            with code.loop(first, last) as r:
+                x_r = x + x_stride * r
+                vectors = [x_r.vector(n) for n in lanes]
+                for p_j, sums in zip(p_rows, total, strict=True):
+                    p_jr = code.splat(p_j[r])
+                    for vector, z in zip(vectors, sums, strict=True):
+                        z.set(code.multiply_add(vector, p_jr, z.get()))
+            y_rows = [y + y_stride * j for j in numbers]
+            results = [
+                [y_j.vector(n) + z.get() for n, z in zip(lanes, sums, strict=True)]
+                for y_j, sums in zip(y_rows, total, strict=True)
+            ]
+            for y_j, sums in zip(y_rows, results, strict=True):
+                for n, z in zip(lanes, sums, strict=True):
+                    y_j.store(z, n)
 
 
 def accumulate(
@@ -155,17 +183,17 @@ def accumulate(
     lanes. Rows before `first_row(j)` have p = 0 for the keys from `j` on, and are skipped.
     """
 
-    def keys(j: Value, rows: int) -> None:
+    def keys(j: Value, rows: int, last_key: Value) -> None:
         first = first_row(j)
 
         def features(n: Value, strip: int) -> None:
             d = n * code.lanes
-            at = y + y_stride * j + d
-            code.call(f"accumulate_{rows}_{strip}", p + j * panel.rows, x + d, width, at, y_stride, first, num_rows)
+            args = (p + j * panel.rows, x + d, width, y + y_stride * j + d, y_stride, first, num_rows, last_key)
+            code.call(f"accumulate_{rows}_{strip}", *args)
 
         tiled_loop(code, width // code.lanes, features, strip_sizes(code))
 
-    tiled_loop(code, count, keys, ACCUMULATOR_ROWS)
+    accumulator_loop(code, count, keys)
 
 
 def score_product(
@@ -173,10 +201,10 @@ def score_product(
 ) -> None:
     """The scores `s [count, panel]` of `count` keys, and their maximum `m`."""
 
-    def body(j: Value, rows: int) -> None:
-        code.call(f"scores_{rows}_{panel.vectors}", k + stride * j, stride, q, s + j * panel.rows, depth, m)
+    def body(j: Value, rows: int, last: Value) -> None:
+        code.call(f"scores_{rows}_{panel.vectors}", k + stride * j, stride, q, s + j * panel.rows, depth, m, last)
 
-    tiled_loop(code, count, body, ACCUMULATOR_ROWS)
+    accumulator_loop(code, count, body)
 
 
 def value_product(
@@ -192,10 +220,10 @@ def value_product(
 ) -> None:
     """`o [width, panel] = alpha o + sum_j p[j] v[j]` over `count` keys."""
 
-    def body(d: Value, rows: int) -> None:
-        code.call(f"values_{rows}_{panel.vectors}", p, v + d, stride, count, o + d * panel.rows, alpha)
+    def body(d: Value, rows: int, last: Value) -> None:
+        code.call(f"values_{rows}_{panel.vectors}", p, v + d, stride, count, o + d * panel.rows, alpha, last)
 
-    tiled_loop(code, width, body, ACCUMULATOR_ROWS)
+    accumulator_loop(code, width, body)
 
 
 def tiled_loop(code: Code, count: Value, body: Callable[[Value, int], None], sizes: tuple[int, ...]) -> None:

@@ -2,11 +2,10 @@
 SC 2011), for a vector of rows at a time. Eight keys share a counter, so any block of the mask can be computed alone.
 """
 
-from ..variant import Arguments
 from ..workspace import DROPOUT_KEYS
 from .codegen import Code
+from .kernel import Kernel
 from .operands import INT, LONG, Pointer, Value
-from .products import Panel
 
 MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
@@ -31,24 +30,25 @@ def philox(code: Code, counter: list[Value], key: tuple[Value, Value]) -> list[V
     return [c0, c1, c2, c3]
 
 
-def apply_dropout(
-    code: Code, a: Arguments, panel: Panel, p: Pointer, first: Value, count: Value, position: Pointer, head: Pointer
-) -> None:
-    """Multiply the probabilities `p [count, panel]` of keys from `first` on by `keep_scale`, or by 0 to drop them.
+def apply_dropout(kernel: Kernel, p: Value, probabilities: Pointer, first: Value, count: Value) -> None:
+    """Multiply the probabilities `[count, panel]` of panel `p` and the keys from `first` on by `keep_scale`, or by 0 to
+    drop them.
 
-    All eight keys of a counter are written, so up to seven rows before `p` and after its last must be writable.
+    All eight keys of a counter are written, so up to seven rows before the first and after the last must be writable.
     """
+    code, a, w, pitch = kernel.code, kernel.a, kernel.w, kernel.panel.rows
     seed, threshold = a.pointer("seed", LONG)[0], code.convert(a.integer("threshold"), INT)
     key = (code.convert(seed, INT), code.convert(seed >> 32, INT))
+    keep_scale = a.real("keep_scale")
     begin = first + a.integer("j0")  # positions in the whole sequence
     first_group, end = begin // DROPOUT_KEYS, begin + count
     with code.loop(first_group, (end + (DROPOUT_KEYS - 1)) // DROPOUT_KEYS) as group:
-        row = group * DROPOUT_KEYS - begin
-        with code.loop(0, panel.vectors * code.lanes, code.lanes) as n:
-            zero = code.splat(code.constant(0, INT))
+        j = group * DROPOUT_KEYS - begin
+        with kernel.columns(p) as column:
+            row, zero = p * pitch + column, code.splat(code.constant(0, INT))
             c0 = code.splat(code.convert(group, INT))
-            words = philox(code, [c0, position.vector(n), head.vector(n), zero], key)
+            words = philox(code, [c0, w.position.vector(row), w.sequence_head.vector(row), zero], key)
             for e in range(DROPOUT_KEYS):
                 half = (words[e // 2] >> (16 * (e % 2))) & 0xFFFF
-                at = (row + e) * panel.rows + n
-                p.store(code.select(half >= threshold, p.vector(at) * a.real("keep_scale"), 0.0), at)
+                at = probabilities + (j + e) * pitch + column
+                at.store(code.select(half >= threshold, at.vector() * keep_scale, 0.0))

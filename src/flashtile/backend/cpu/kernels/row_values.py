@@ -2,6 +2,7 @@
 panel cost nothing then, and rows are stored as they are.
 """
 
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -11,46 +12,51 @@ from .formats import STORAGE_TYPES, load_vector, store_vector
 from .forward import ForwardKernel
 from .keys import KeyBlock
 from .operands import ADDRESS, LONG, Pointer, Value
-from .products import ACCUMULATOR_ROWS, Panel, emit_scores, strip_sizes, tiled_loop
+from .products import ACCUMULATOR_ROWS, Panel, accumulator_loop, emit_scores, row_numbers, strip_sizes, tiled_loop
 from .softmax import normalize
 from .sums import carry
 from .tiles import num_valid_rows
 
 
-def emit_row_values(code: Code, dtype: str, group_sizes: tuple[int, ...], keys_ahead: int = 0) -> None:
-    """`row_values_R_N(p, pitch, v, stride, count, out, width, alpha)`: `out[r] = alpha[r] out[r] + sum_j p[j, r] v[j]`
-    for R rows and N vectors of features. `pitch` is the distance between keys in `p`. Values are prefetched
+def emit_row_values(code: Code, dtype: str, heights: tuple[int, ...], keys_ahead: int = 0) -> None:
+    """`row_values_R_N(p, pitch, v, stride, count, out, width, alpha, last)`: `out[r] = alpha[r] out[r] + sum_j p[j, r]
+    v[j]` for R rows and N vectors of features. `pitch` is the distance between keys in `p`. Values are prefetched
     `keys_ahead` keys ahead, or not at all.
     """
-    for rows, strip in itertools.product(group_sizes, strip_sizes(code)):
-        kinds = (ADDRESS, LONG, ADDRESS, LONG, LONG, ADDRESS, LONG, ADDRESS)
+    for rows, strip in itertools.product(heights, strip_sizes(code)):
+        kinds = (ADDRESS, LONG, ADDRESS, LONG, LONG, ADDRESS, LONG, ADDRESS, LONG)
         with code.function(f"row_values_{rows}_{strip}", *kinds) as args:
             p, out, alpha = (code.pointer(args[n]) for n in (0, 5, 7))
             v, pitch, stride, count, width = (
                 code.pointer(args[2], STORAGE_TYPES[dtype]),
                 *(args[n] for n in (1, 3, 4, 6)),
             )
+            numbers = row_numbers(code, rows, args[8])
             lanes = [n * code.lanes for n in range(strip)]
             total = [[code.variable(code.full()) for _ in lanes] for _ in range(rows)]
+            p_rows = [p + r for r in numbers]
             with code.loop(0, count) as j:
-                v_j = v + stride * j
+                v_j, at = v + stride * j, j * pitch
                 for n in lanes if keys_ahead else ():
                     code.prefetch(v_j + stride * keys_ahead + n, level=2)
                 vectors = [load_vector(code, v_j, n, dtype) for n in lanes]
-                for r in range(rows):
-                    p_jr = code.splat(p[j * pitch + r])
-                    for x, sum_of_row in zip(vectors, total[r], strict=True):
-                        sum_of_row.set(code.multiply_add(x, p_jr, sum_of_row.get()))
-            for r in range(rows):
-                out_r = out + width * r
-                for n, sum_of_row in zip(lanes, total[r], strict=True):
-                    out_r.store(code.multiply_add(out_r.vector(n), alpha[r], sum_of_row.get()), n)
+                for p_r, sums in zip(p_rows, total, strict=True):
+                    p_jr = code.splat(p_r[at])
+                    for x, y in zip(vectors, sums, strict=True):
+                        y.set(code.multiply_add(x, p_jr, y.get()))
+            out_rows = [out + width * r for r in numbers]
+            results = [
+                [code.multiply_add(out_r.vector(n), alpha[r], y.get()) for n, y in zip(lanes, sums, strict=True)]
+                for r, out_r, sums in zip(numbers, out_rows, total, strict=True)
+            ]
+            for out_r, sums in zip(out_rows, results, strict=True):
+                for n, y in zip(lanes, sums, strict=True):
+                    out_r.store(y, n)
 
 
 def row_value_product(
     code: Code,
-    group_sizes: tuple[int, ...],
-    num_rows: Value | int,
+    loop: Callable[[Callable[[Value, int, Value], None]], None],
     p: Pointer,
     pitch: Value | int,
     v: KeyBlock,
@@ -59,16 +65,16 @@ def row_value_product(
     width: Value,
     alpha: Pointer,
 ) -> None:
-    """`out [num_rows, width] = alpha out + sum_j p[j] v[j]`."""
+    """`out [rows, width] = alpha out + sum_j p[j] v[j]`; `loop` is that over the microkernels of all rows."""
 
     def features(n: Value, strip: int) -> None:
         d = n * code.lanes
 
-        def group(r: Value, rows: int) -> None:
-            args = (p + r, code.index(pitch), v.first + d, v.stride, count, out + r * width + d, width, alpha + r)
+        def group(r: Value, rows: int, last: Value) -> None:
+            args = (p + r, code.index(pitch), v.first + d, v.stride, count, out + r * width + d, width, alpha + r, last)
             code.call(f"row_values_{rows}_{strip}", *args)
 
-        tiled_loop(code, code.index(num_rows), group, group_sizes)
+        loop(group)
 
     tiled_loop(code, width // code.lanes, features, strip_sizes(code))
 
@@ -93,10 +99,8 @@ def store_row_vectors(
 class RowValuesKernel(ForwardKernel):
     """Emits the code of one task, whose accumulators are `[rows, Dv]`."""
 
-    group_sizes = ACCUMULATOR_ROWS
-
-    @staticmethod
-    def emit_products(code: Code, panel: Panel, variant: Variant) -> None:
+    @classmethod
+    def emit_products(cls, code: Code, panel: Panel, variant: Variant) -> None:
         emit_scores(code, panel)
         emit_row_values(code, variant.real_dtype, ACCUMULATOR_ROWS)
 
@@ -112,8 +116,11 @@ class RowValuesKernel(ForwardKernel):
 
     def value_product(self, p: Value, v: KeyBlock, count: Value) -> None:
         w, out, width = self.w, self.accumulators(p), self.a.integer("head_dim_v")
-        args = (w.scores, self.panel.rows, v, count, out, width, w.alpha)
-        row_value_product(self.code, self.group_sizes, self.num_valid(p), *args)
+        row_value_product(self.code, self.row_loop(p), w.scores, self.panel.rows, v, count, out, width, w.alpha)
+
+    def row_loop(self, p: Value) -> Callable[[Callable[[Value, int, Value], None]], None]:
+        """The loop over the microkernels of a panel's rows."""
+        return functools.partial(accumulator_loop, self.code, self.num_valid(p))
 
     def carry_output(self, p: Value, last: bool) -> None:
         code, w, width = self.code, self.w, self.a.integer("head_dim_v")

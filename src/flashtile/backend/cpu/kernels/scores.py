@@ -13,16 +13,14 @@ from ..variant import Arguments, Variant
 from .codegen import Code
 from .elementary import tanh
 from .operands import INT, Pointer, Value
-from .products import Panel
 from .stages import StagedCode
 
 
 class ScoreTables(NamedTuple):
-    """Inputs of the score features, for one panel and one block."""
+    """Inputs of the score features, for a vector of rows."""
 
-    bias: Pointer  # [keys, rows]
-    diagonal_key: Pointer  # [rows], int
-    terms: dict[str, Pointer]  # of heads, by symbol: [rows]
+    diagonal_key: Value | None
+    terms: dict[str, Value]  # of heads, by symbol
     functions: StagedCode | None  # score_mod and mask function
 
 
@@ -36,18 +34,21 @@ class FinalScore(NamedTuple):
 
 
 def final_score(
-    code: Code, a: Arguments, variant: Variant, t: ScoreTables, panel: Panel, s: Value, n: int, j: Value, block_j: Value
+    code: Code, a: Arguments, variant: Variant, t: ScoreTables, s: Value, bias: Pointer, j: Value
 ) -> FinalScore:
-    """The final scores of a vector of rows, from row `n` of the panel, with key `j`, number `block_j` of the block."""
+    """The final scores of a vector of rows with key `j`, whose biases are at `bias`."""
     tanh_s = None
     if variant.softcap:
         tanh_s = tanh(code, s)
         s = tanh_s * a.real("softcap_scale")
     if variant.bias is not None:
-        s = s + t.bias.vector(block_j * panel.rows + n)
+        s = s + bias.vector()
     if "slopes" in t.terms:
-        s = s - t.terms["slopes"].vector(n) * distance(code, t.diagonal_key, n, j)
-    formula, visible = [] if t.functions is None else t.functions.at_pair(n // code.lanes, s), None
+        s = s - t.terms["slopes"] * distance(code, t, j)
+    formula, visible = (
+        [] if t.functions is None else t.functions.at_key(code.convert(j + a.integer("j0"), INT), s),
+        None,
+    )
     if variant.mask_mod is not None:
         visible = code.splat(formula.pop())
     return FinalScore(formula[0] if formula else s, tanh_s, formula, visible)
@@ -60,7 +61,8 @@ def product_gradient(final: FinalScore, ds: Value) -> Value:
     return ds if final.tanh_s is None else ds * (1.0 - final.tanh_s * final.tanh_s)
 
 
-def distance(code: Code, diagonal_key: Pointer, n: int, j: Value) -> Value:
+def distance(code: Code, t: ScoreTables, j: Value) -> Value:
     """`|i + Sk - Sq - j|`, subtracted as integers: exact up to 2**24 in float32."""
-    offset = diagonal_key.vector(n) - code.convert(j, INT)
+    assert t.diagonal_key is not None
+    offset = t.diagonal_key - code.convert(j, INT)
     return code.convert(code.maximum(offset, 0 - offset), code.real_type)

@@ -28,49 +28,29 @@ def initialize(code: Code, a: Arguments, variant: Variant, panel: Panel, task: T
         w.m[at], w.l[at] = sink, code.select(sink.equals(-math.inf), code.real(0), 1)
 
 
-def update(
-    code: Code,
-    variant: Variant,
-    panel: Panel,
-    s: Pointer,
-    count: Value,
-    w: Workspace,
-    m: Pointer,
-    l: Pointer,  # noqa: E741
-) -> None:
-    """Replace scores `s [count, panel]` by `exp(s - m)`, and update `m`, `l` and the rescaling factor `alpha`."""
-    total = exponentiate(code, variant, panel, s, count, w, m)
-    terms = zip(panel.load(l), panel.load(w.alpha), total, strict=True)
-    panel.store([code.multiply_add(x, a, y) for x, a, y in terms], l)
-
-
 def exponentiate(
-    code: Code, variant: Variant, panel: Panel, s: Pointer, count: Value, w: Workspace, m: Pointer
-) -> list[Value]:
-    """Replace scores `s [count, panel]` by `exp(s - m)`, update `m` and `alpha`, and return the sums over keys. `m` is
-    raised to the maximum `new_m` only if that is larger by more than 1: else slowly rising scores would round the
-    earlier sums once in every block.
+    code: Code, variant: Variant, s: Pointer, pitch: int, count: Value, m: Pointer, new_m: Pointer, alpha: Pointer
+) -> Value:
+    """Replace the scores `s [count]` of a vector of rows, which are `pitch` apart, by `exp(s - m)`, update `m` and the
+    rescaling factor `alpha`, and return the sums over keys. `m` is raised to the maximum `new_m` only if that is larger
+    by more than 1: else slowly rising scores would round the earlier sums once in every block.
     """
     to_exp2 = variant.to_exp2
-    old, highest = panel.load(m), panel.load(w.new_m)
-    new = [code.select(y > x + 1.0, y, x) for x, y in zip(old, highest, strict=True)]
-    infinite = new[0].equals(math.inf)
-    for x in new[1:]:
-        infinite = infinite | x.equals(math.inf)
-    with code.if_then(code.any(infinite)):
-        resolve_infinities(code, panel, s, count, w.new_m, to_exp2)
+    old, highest = m.vector(), new_m.vector()
+    new = code.select(highest > old + 1.0, highest, old)
+    with code.if_then(code.any(new.equals(math.inf))):
+        resolve_infinities(code, s, pitch, count, highest, to_exp2)
     # Subtract 0 in place of an infinite maximum: exp(-inf - 0) is 0, exp(-inf + inf) would be NaN.
-    base = [code.select(code.intrinsic("llvm.fabs", x).equals(math.inf), 0.0, x) for x in new]
-    panel.store(new, m)
-    panel.store([rescale(code, x, y, to_exp2) for x, y in zip(old, new, strict=True)], w.alpha)
-    total = [code.variable(code.full()) for _ in new]
+    base = code.select(code.intrinsic("llvm.fabs", new).equals(math.inf), 0.0, new)
+    m.store(new)
+    alpha.store(rescale(code, old, new, to_exp2))
+    total = code.variable(code.full())
     with code.loop(0, count) as j:
-        p_j = []
-        for x, y, sum_of_row in zip(panel.load(s, j), base, total, strict=True):
-            p_j.append(exp2(code, scaled(x - y, to_exp2)))
-            sum_of_row.set(sum_of_row.get() + p_j[-1])
-        panel.store(p_j, s, j)
-    return [x.get() for x in total]
+        at = s + j * pitch
+        p = exp2(code, scaled(at.vector() - base, to_exp2))
+        total.set(total.get() + p)
+        at.store(p)
+    return total.get()
 
 
 def scaled(x: Value, factor: float) -> Value:
@@ -82,7 +62,7 @@ def rescale(code: Code, old: Value, new: Value, to_exp2: float) -> Value:
     return code.select(old.equals(new), code.full(1.0), exp2(code, scaled(old - new, to_exp2)))
 
 
-def resolve_infinities(code: Code, panel: Panel, s: Pointer, count: Value, new_m: Pointer, to_exp2: float) -> None:
+def resolve_infinities(code: Code, s: Pointer, pitch: int, count: Value, m: Value, to_exp2: float) -> None:
     """Prepare rows whose maximum is `inf`: scores of `inf` become the smallest score whose exp2 is infinite, finite
     ones `-inf`, and NaN stays. Other rows are unchanged.
     """
@@ -90,26 +70,24 @@ def resolve_infinities(code: Code, panel: Panel, s: Pointer, count: Value, new_m
     if code.lanes * 8 == code.target.vector_bytes:  # float64
         infinite = 1024 / to_exp2
     with code.loop(0, count) as j:
-        resolved = []
-        for x, m in zip(panel.load(s, j), panel.load(new_m), strict=True):
-            finite = code.select(x < math.inf, nothing, x)
-            one = code.select(x.equals(math.inf), infinite, finite)
-            resolved.append(code.select(m.equals(math.inf), one, x))
-        panel.store(resolved, s, j)
+        at = s + j * pitch
+        x = at.vector()
+        finite = code.select(x < math.inf, nothing, x)
+        one = code.select(x.equals(math.inf), infinite, finite)
+        at.store(code.select(m.equals(math.inf), one, x))
 
 
-def finalize(code: Code, variant: Variant, panel: Panel, m: Pointer, l: Pointer, inverse: Pointer) -> None:  # noqa: E741
-    """Compute `inverse = 1 / l`, and replace `l` by the log-sum-exp and, in natural units, `m` by its residual."""
-    lse, inverses, residuals = [], [], []
-    for x, y in zip(panel.load(m), panel.load(l), strict=True):
-        row_lse = x + log2(code, y) * LN2 if variant.natural_units else (x + log2(code, y)) * LN2
-        lse.append(code.select(y.differs(0), row_lse, -math.inf))
-        inverses.append(1.0 / y)
-        residuals.append(residual(code, x, y, lse[-1]))
-    panel.store(inverses, inverse)
-    panel.store(lse, l)
+def finalize(code: Code, variant: Variant, m: Pointer, l: Pointer, inverse: Pointer) -> None:  # noqa: E741
+    """For a vector of rows, compute `inverse = 1 / l`, and replace `l` by the log-sum-exp and, in natural units, `m` by
+    its residual.
+    """
+    x, y = m.vector(), l.vector()
+    row_lse = x + log2(code, y) * LN2 if variant.natural_units else (x + log2(code, y)) * LN2
+    lse = code.select(y.differs(0), row_lse, -math.inf)
+    inverse.store(1.0 / y)
+    l.store(lse)
     if variant.natural_units:
-        panel.store(residuals, m)
+        m.store(residual(code, x, y, lse))
 
 
 def residual(code: Code, m: Value, l: Value, lse: Value) -> Value:  # noqa: E741

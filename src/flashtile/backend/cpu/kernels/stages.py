@@ -60,22 +60,17 @@ def staged(program: Program, loads: tuple[Load, ...] = ()) -> Staged:
 
 
 class StagedCode:
-    """A program's code in a loop over keys, for several vectors of rows: make it before the loop, then call `at_key` in
-    it, and then `at_pair` for each vector.
-    """
+    """A program's code in a loop over keys, for a vector of rows: make it before the loop, then call `at_key` in it."""
 
-    def __init__(self, program: Staged, emitter: Emitter, rows: list[dict[str, Value]]):
+    def __init__(self, program: Staged, emitter: Emitter, rows: dict[str, Value]):
         self.program, self.emitter = program, emitter
         self.uniform = self.emit(UNIFORM, {}, {})
-        self.rows = [self.emit(ROW, self.uniform, inputs) for inputs in rows]
-        self.key = self.uniform
+        self.rows = self.emit(ROW, self.uniform, rows)
 
-    def at_key(self, k_idx: Value) -> None:
-        self.key = self.emit(KEY, self.uniform, {"k_idx": k_idx})
-
-    def at_pair(self, n: int, score: Value) -> list[Any]:
-        """The program's results for the rows of vector `n`."""
-        values = self.emit(PAIR, self.key | self.rows[n], {"score": score})
+    def at_key(self, k_idx: Value, score: Value) -> list[Any]:
+        """The program's results."""
+        key = self.emit(KEY, self.uniform, {"k_idx": k_idx})
+        values = self.emit(PAIR, key | self.rows, {"score": score})
         return [values[n] for n in self.program.outputs]
 
     def emit(self, stage: int, values: dict[int, Any], inputs: dict[str, Value]) -> dict[int, Any]:

@@ -7,9 +7,10 @@ Scores and outputs have lanes of rows here too: `k q^T` and `v^T p` are products
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from ..variant import Variant
-from ..workspace import BLOCK_N, TILE_DEPTH, TILE_ROWS, round_up, tile_layout
+from ..workspace import BLOCK_N, TILE_DEPTH, TILE_ROWS, Layout, round_up, tile_layout
 from .codegen import Code
 from .forward import ForwardKernel
 from .keys import KeyBlock, key_offsets
@@ -17,7 +18,7 @@ from .matrix_tiles import TILE_BYTES, matrix_tiles, tile_product
 from .operands import ADDRESS, BYTE, INT, LONG, SHORT, Pointer, Value
 from .packing import copy_row, pack_keys, pack_rows, pack_values, packed_pair
 from .products import Panel, tiled_loop
-from .tiles import rows_in_use
+from .tiles import num_valid_rows, rows_in_use
 
 SIZES = (2, 1)  # tiles of a microkernel on each side: four accumulators leave a load for each product
 
@@ -51,10 +52,11 @@ def emit_products(code: Code, panel: Panel) -> None:
 class TileKernel(ForwardKernel):
     """Emits the code of one task."""
 
-    layout = staticmethod(tile_layout)
+    def buffers(self, *sizes: Any) -> Layout:
+        return tile_layout(self.code.real_type, self.panel.rows, *sizes)
 
-    @staticmethod
-    def emit_products(code: Code, panel: Panel, variant: Variant) -> None:
+    @classmethod
+    def emit_products(cls, code: Code, panel: Panel, variant: Variant) -> None:
         emit_products(code, panel)
 
     @staticmethod
@@ -123,56 +125,68 @@ class TileKernel(ForwardKernel):
     def pack_tile(self, side: str, source: Pointer, stride: Value, count: Value, to: Pointer) -> None:
         (pack_keys if side == "k" else pack_values)(self.code, source, stride, count, to)
 
+    def vectors_in_use(self, p: Value) -> Value:
+        return (num_valid_rows(self.code, self.panel, self.task, p) + (TILE_ROWS - 1)) // TILE_ROWS  # type: ignore[no-any-return]
+
     def score_product(self, p: Value, k: KeyBlock, count: Value) -> None:
         """Multiply tiles, then scale the scores and compute their maximum."""
-        code, w, panel, factor = self.code, self.w, self.panel, self.a.real("factor")
-        q, chunks, n = self.queries(p), self.depth // TILE_DEPTH, min(panel.vectors, 2)
+        code, w, pitch, factor = self.code, self.w, self.panel.rows, self.a.real("factor")
+        q, chunks, vectors = self.queries(p), self.depth // TILE_DEPTH, self.vectors_in_use(p)
 
         def keys(tile: Value, m: int) -> None:
             j = tile * TILE_ROWS
-            of_keys, s = k.first + j * k.stride, w.scores + j * panel.rows
-            for r in range(0, panel.vectors * TILE_ROWS, n * TILE_ROWS):
+            of_keys, s = k.first + j * k.stride, w.scores + j * pitch
+
+            def rows(vector: Value, n: int) -> None:
+                r = vector * TILE_ROWS
                 code.call(f"tile_scores_{m}_{n}", of_keys, q + self.depth * r, chunks, s + r)
 
+            tiled_loop(code, vectors, rows, SIZES)
+
         tiled_loop(code, (count + (TILE_ROWS - 1)) // TILE_ROWS, keys, SIZES)
-        largest = [code.variable(x) for x in panel.load(w.new_m)]
-        with code.loop(0, count) as j:
-            scaled = [x * factor for x in panel.load(w.scores, j)]
-            panel.store(scaled, w.scores, j)
-            for x, top in zip(scaled, largest, strict=True):
-                top.set(code.maximum(x, top.get()))
-        panel.store([x.get() for x in largest], w.new_m)
+        with self.columns(p) as column:
+            largest = code.variable(w.new_m.vector(column))
+            with code.loop(0, count) as j:
+                at = w.scores + j * pitch + column
+                scaled = at.vector() * factor
+                at.store(scaled)
+                largest.set(code.maximum(scaled, largest.get()))
+            w.new_m.store(largest.get(), column)
 
     def value_product(self, p: Value, v: KeyBlock, count: Value) -> None:
-        code, w, panel = self.code, self.w, self.panel
-        self.pack_probabilities(count)
-        width, n = self.a.integer("head_dim_v"), min(panel.vectors, 2)
+        code, w, pitch = self.code, self.w, self.panel.rows
+        self.call("pack_probabilities", p, count)
+        width, vectors = self.a.integer("head_dim_v"), self.vectors_in_use(p)
         out, v_next = w.out + self.output_place(p)[0], self.width * (TILE_DEPTH * 2)
         chunks = (count + (TILE_DEPTH - 1)) // TILE_DEPTH
 
         def features(tile: Value, m: int) -> None:
             d = tile * TILE_ROWS
-            for r in range(0, panel.vectors, n):
-                of_rows = w.p.cast(BYTE) + BLOCK_N // TILE_DEPTH * TILE_BYTES * r
-                o, left = out + d * panel.rows + TILE_ROWS * r, code.minimum(width - d, TILE_ROWS * m)
-                args = (v.first + d * TILE_DEPTH, v_next, of_rows, chunks, w.product, o, left, w.alpha + TILE_ROWS * r)
+            of_features, o, left = v.first + d * TILE_DEPTH, out + d * pitch, code.minimum(width - d, TILE_ROWS * m)
+
+            def rows(vector: Value, n: int) -> None:
+                r = vector * TILE_ROWS
+                of_rows = w.p.cast(BYTE) + vector * (BLOCK_N // TILE_DEPTH * TILE_BYTES)
+                args = (of_features, v_next, of_rows, chunks, w.product, o + r, left, w.alpha + r)
                 code.call(f"tile_values_{m}_{n}", *args)
+
+            tiled_loop(code, vectors, rows, SIZES)
 
         tiled_loop(code, (width + (TILE_ROWS - 1)) // TILE_ROWS, features, SIZES)
 
-    def pack_probabilities(self, count: Value) -> None:
+    def pack_probabilities(self, p: Value, count: Value) -> None:
         """Pack the block's probabilities, and 0 for keys that fill the last tile."""
-        code, w, panel = self.code, self.w, self.panel
-        pairs, lanes, step = count // 2, code.lanes, BLOCK_N * code.lanes // 2
-        zeros = [code.full()] * panel.vectors
+        code, w, pitch = self.code, self.w, self.panel.rows
+        pairs, zero = count // 2, code.full()
 
-        def pack(j: Value, x: list[Value], y: list[Value]) -> None:
-            for n, pair in enumerate(zip(x, y, strict=True)):
-                w.p.store(packed_pair(code, *pair), j * lanes + n * step)
+        def pack(to: Pointer, j: Value, x: Value, y: Value) -> None:
+            to.store(packed_pair(code, x, y), j * code.lanes)
 
-        with code.loop(0, pairs) as j:
-            pack(j, panel.load(w.scores, j * 2), panel.load(w.scores, j * 2 + 1))
-        with code.if_then(pairs * 2 < count):
-            pack(pairs, panel.load(w.scores, count - 1), zeros)
-        with code.loop((count + 1) // 2, round_up(count, TILE_DEPTH) // 2) as j:
-            pack(j, zeros, zeros)
+        with self.columns(p) as column:
+            to, of_rows = w.p + column * (BLOCK_N // 2), w.scores + column
+            with code.loop(0, pairs) as j:
+                pack(to, j, *((of_rows + j * (2 * pitch) + n * pitch).vector() for n in (0, 1)))
+            with code.if_then(pairs * 2 < count):
+                pack(to, pairs, of_rows.vector((count - 1) * pitch), zero)
+            with code.loop((count + 1) // 2, round_up(count, TILE_DEPTH) // 2) as j:
+                pack(to, j, zero, zero)

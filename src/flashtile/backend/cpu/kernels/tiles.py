@@ -22,7 +22,7 @@ SEQUENCE_FIELDS = ("first_task", "q_first", "k_first", "seqlen_q", "seqlen_k", "
 UNLIMITED = 2**40  # a side of a window without bound
 
 
-class Task(NamedTuple):
+class TaskFields(NamedTuple):
     """A task's sequence, key head, rows and keys."""
 
     b: Value
@@ -38,7 +38,32 @@ class Task(NamedTuple):
     tile: Value | None = None  # in forward: the number of the task without its split
 
 
-def find_task(code: Code, a: Arguments, panel: Panel, task_index: Value) -> Task:
+class Task:
+    """The task at hand, as `store` has left it in the workspace. Fields are loaded once at a function's start: whoever
+    stores a task calls functions that read it.
+    """
+
+    def __init__(self, code: Code, w: Workspace):
+        self._code, self._w = code, w
+        self._loaded: dict[str, Value] = {}
+
+    def __getattr__(self, name: str) -> Value:
+        if name not in self._loaded:
+            buffer = self._w.task
+            with self._code.function_start():
+                self._loaded[name] = buffer[TaskFields._fields.index(name)]
+        return self._loaded[name]
+
+    def store(self, fields: TaskFields) -> None:
+        for name, x in fields._asdict().items():
+            if x is not None:
+                self.set(name, x)
+
+    def set(self, name: str, x: Value) -> None:
+        self._w.task[TaskFields._fields.index(name)] = x
+
+
+def find_task(code: Code, a: Arguments, panel: Panel, task_index: Value) -> TaskFields:
     """The forward task with this index. Splits vary fastest, then row tiles, heads and sequences."""
     splits = a.integer("splits")
     split, task_index = task_index % splits, task_index // splits
@@ -61,13 +86,13 @@ def find_task(code: Code, a: Arguments, panel: Panel, task_index: Value) -> Task
     return make_task(code, a, b, within // tiles, split, first_row)._replace(tile=task_index)
 
 
-def make_task(code: Code, a: Arguments, b: Value, kv_head: Value, split: Value, first_row: Value) -> Task:
+def make_task(code: Code, a: Arguments, b: Value, kv_head: Value, split: Value, first_row: Value) -> TaskFields:
     sequences = a.pointer("sequences", LONG)
     _, q_first, k_first, seqlen_q, seqlen_k, leftpad = (
         sequences[b * len(SEQUENCE_FIELDS) + n] for n in range(len(SEQUENCE_FIELDS))
     )
     first_key = split * a.integer("chunk")
-    return Task(
+    return TaskFields(
         b=b,
         kv_head=kv_head,
         split=split,
