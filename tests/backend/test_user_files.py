@@ -1,10 +1,12 @@
 """The user's cache: files that someone else could have written do not count, and without a cache all works."""
 
+import errno
 import json
 import os
 import stat
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -66,6 +68,61 @@ def test_files_of_another_user(cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
     status = os.stat_result((stat.S_IFREG | 0o600, 0, 0, 1, owner + 2, 0, 0, 0, 0, 0))
     with pytest.warns(AttentionWarning, match="belongs to user"), pytest.raises(FileNotFoundError):
         user_files.check_owner(cache, status)
+
+
+def test_what_was_not_used_for_longest_goes_first(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_files, "LIMIT", 250)
+    for age, name in enumerate("dcba"):
+        path = user_files.write(bytes(80), "cpu" if name < "c" else "self-checks", name)
+        used = time.time() - 10 * user_files.USE_IS_NOTED * (4 - age)
+        os.utime(path, (used, used))
+    assert [x.path.name for x in user_files.entries()] == ["c", "b", "a"]  # 240 bytes
+    assert user_files.read("self-checks", "c") == bytes(80)
+    user_files.write(bytes(80), "cpu", "e")
+    assert [x.path.name for x in user_files.entries()] == ["a", "c", "e"]
+    assert [x.path.name for x in user_files.trim(100)] == ["a", "c"]
+    assert [(x.kind, x.size) for x in user_files.entries()] == [("cpu", 80)]
+
+
+def test_a_folder_that_is_only_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a home on a file system that is mounted so: files count, nothing is written, and locks are for nobody."""
+    path = user_files.write(b"content", "cpu", "a.o")
+    os.utime(path, (0, 0))
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    for name in ("open", "utime", "unlink"):
+        monkeypatch.setattr(os, name, refused)
+    assert user_files.read("cpu", "a.o") == b"content"
+    with user_files.locked("cpu", "b.o"):
+        assert [x.path.name for x in user_files.entries()] == ["a.o"]
+
+
+@pytest.mark.skipif(not user_files.FILE_LOCKS, reason="no locks")
+def test_locks(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process is not waited for forever, and a handler of a signal in this one not at all."""
+    monkeypatch.setattr(user_files, "LONGEST_WAIT", 0.1)
+    place = user_files.private_place("cpu", "a.o" + user_files.LOCK)
+    with open(place, "w") as other:
+        user_files.fcntl.flock(other, user_files.fcntl.LOCK_EX)
+        begin = time.monotonic()
+        with user_files.locked("cpu", "a.o"):
+            assert 0.1 < time.monotonic() - begin < 5
+    begin = time.monotonic()
+    with user_files.locked("cpu", "a.o"), user_files.locked("cpu", "a.o"):
+        assert time.monotonic() - begin < 0.1
+        assert place.exists()
+    assert not list(place.parent.iterdir())
+
+
+@pytest.mark.parametrize("mode", [0o020, 0o002])
+def test_nothing_is_removed_where_others_may_write(mode: int, cache: Path) -> None:
+    path = user_files.write(b"content", "cpu", "a.o")
+    cache.chmod(0o700 | mode)
+    with pytest.warns(AttentionWarning, match="chmod go-w"), pytest.raises(OSError, match="others may write"):
+        user_files.trim(0)
+    assert path.exists()
 
 
 def test_machine_code_that_others_may_write_is_compiled(cache: Path) -> None:

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import json
+import os
 import re
 import runpy
 import shlex
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from commands import Result, invoke
 
+from flashtile.backend import user_files
 from flashtile.backend.tiled import entry, forward, support
 from flashtile.dispatch import fast_path
 
@@ -79,9 +81,27 @@ def test_explain() -> None:
     assert "backend cpu" in run("explain", "--seqlen-q", "64").output
 
 
+def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(user_files.CACHE_VARIABLE, str(tmp_path / "cache"))
+    assert run_json("cache")["entries"] == 0
+    for age, (kind, size) in enumerate([("cpu", 3_000_000), ("cpu", 1_000_000), ("self-checks", 500)]):
+        path = user_files.write(bytes(size), kind, f"{age}")
+        os.utime(path, (age, age))
+    found = run_json("cache")
+    assert (found["path"], found["bytes"]) == (str(tmp_path / "cache"), 4_000_500)
+    assert found["kinds"] == {"cpu": {"entries": 2, "bytes": 4_000_000}, "self-checks": {"entries": 1, "bytes": 500}}
+    text = run("cache").output
+    assert f"{tmp_path}/cache: 3 files, 4.0 MB, of at most 1,000.0 MB\n  cpu            2 files, 4.0 MB\n" in text
+    assert run_json("cache", "--limit", "1.5MB")["removed"] == {"entries": 1, "bytes": 3_000_000}
+    assert "0 files, 0.0 MB" in run("cache", "--clear").output
+    assert not user_files.entries()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["cache", "--limit", "plenty"], "'plenty' is no size, such as 500MB"),
+        (["cache", "--limit", "1MB", "--clear"], "not allowed with"),
         (["explain", "--heads", "6", "--heads-kv", "4"], "divides the 6 heads"),
         (["explain", "--backend", "none"], "'none'"),
         (["explain", "--kernels"], "--device cuda"),

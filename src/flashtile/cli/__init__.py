@@ -26,6 +26,7 @@ COMMANDS = {
     "calibrate": "measure this GPU for the choice of kernels",
     "report": "a page about this machine",
     "soak": "calls from several threads for hours",
+    "cache": "the folder of compiled kernels: show, limit, empty",
     "build-kernels": "an archive of compiled kernels",
 }
 MOVED = {"ladder": "the ladder is a package of its own: pip install flashtile-ladder, then flashtile-ladder"}

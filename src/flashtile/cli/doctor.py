@@ -154,8 +154,8 @@ def cache() -> Iterator[Finding]:
         advice = f"every process compiles its kernels again; set {user_files.CACHE_VARIABLE} to a folder of yours"
         yield Finding("cache", WARNING, f"{folder} cannot be written: {error.strerror}", advice)
         return
-    files = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
-    yield Finding("cache", OK, f"{folder}: {len(files)} files, {sum(files) / 2**20:.1f} MiB")
+    files = [x.size for x in user_files.entries()]
+    yield Finding("cache", OK, f"{folder}: {len(files)} files, {sum(files) / 10**6:.1f} MB")
 
 
 def calls() -> Iterator[Finding]:

@@ -13,6 +13,7 @@ import torch
 from ..as_arch import ARCHITECTURES
 from ..call.check import DTYPES
 
+Options = argparse.ArgumentParser | argparse._MutuallyExclusiveGroup
 NAMED_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
@@ -28,7 +29,7 @@ class UsageError(CommandError):
     exit_code = 2
 
 
-def option(parser: argparse.ArgumentParser, *names: str, help: str = "", **settings: Any) -> None:  # noqa: A002
+def option(parser: Options, *names: str, help: str = "", **settings: Any) -> None:  # noqa: A002
     """Add an option whose help ends with its default, where it has one."""
     default = settings.get("default")
     if default is not None and default != []:
@@ -36,7 +37,7 @@ def option(parser: argparse.ArgumentParser, *names: str, help: str = "", **setti
     parser.add_argument(*names, help=help.replace("%", "%%"), **settings)
 
 
-def flag(parser: argparse.ArgumentParser, *names: str, **settings: Any) -> None:
+def flag(parser: Options, *names: str, **settings: Any) -> None:
     parser.add_argument(*names, action="store_true", **settings)
 
 

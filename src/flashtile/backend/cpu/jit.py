@@ -3,8 +3,9 @@
 An object file's name is a hash of everything that determines its content: the sources of the generators, the variant,
 the processor with its features, and LLVM's version. A process that finds the file does not generate IR, the slowest
 step of a first call. Files are written to a temporary name and moved into place, so concurrent processes do not see
-partial files; a truncated or damaged file fails its checksum and is replaced. If the directory cannot be written, every
-process compiles for itself, as where someone else could have written it (`user_files`).
+partial files; a truncated or damaged file fails its checksum and is replaced. Processes that need a kernel at the same
+time compile it once. If the directory cannot be written, every process compiles for itself, as where someone else could
+have written it (`user_files`).
 """
 
 import contextlib
@@ -59,16 +60,25 @@ def function_address(name: str, variant: Any, target: Target, source: Callable[[
         machine = target_machine(target)
         code = read_object(file)
         if code is None:
-            with collector_paused():
-                text = source()
-            code = compile_object(text, machine)
-            if hash_sources(PACKAGE) == SOURCES_HASH:  # not if they were edited since
-                write_object(file, code)
+            with user_files.locked(FOLDER, file):
+                code = read_object(file)  # which another process may have made meanwhile
+                if code is None:
+                    code = made_object(source, machine, file)
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
         engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
         _LOADED.append(engine)
         return engine.get_function_address(name)
+
+
+def made_object(source: Callable[[], str], machine: Any, file: str) -> bytes:
+    """Compile, and store the code in the cache."""
+    with collector_paused():
+        text = source()
+    code = compile_object(text, machine)
+    if hash_sources(PACKAGE) == SOURCES_HASH:  # not if they were edited since
+        write_object(file, code)
+    return code
 
 
 @contextlib.contextmanager
