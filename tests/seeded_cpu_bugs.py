@@ -309,6 +309,7 @@ def fresh_kernels() -> Iterator[None]:
 
 def forget_kernels() -> None:
     fast_path.forget()
+    jit._PARTS.clear()
     host_forward.forward_address.cache_clear()
     host_backward.backward_address.cache_clear()
 

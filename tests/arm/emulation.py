@@ -20,6 +20,7 @@ from llvmlite import binding as llvm
 from torch import Tensor
 
 from flashtile.backend.cpu import arguments, distance_table, host_backward, host_cache, host_forward, jit, targets
+from flashtile.backend.cpu.kernels.codegen import Source
 from flashtile.backend.cpu.kernels.distance_table import TableVariant
 from flashtile.backend.cpu.kernels.operands import DOUBLE
 from flashtile.backend.cpu.launch import KernelLaunch
@@ -121,14 +122,16 @@ class Emulation:
         self.launches = 0
 
     def function_address(
-        self, name: str, variant: Variant | TableVariant, target: Target, source: Callable[[], str]
+        self, name: str, variant: Variant | TableVariant, target: Target, source: Callable[[], Source]
     ) -> int:
         """Compile a program. Its number stands for the kernel's address, which is never called."""
         number = len(self.programs) + 1
-        kernel, program = self.folder / f"{number}.o", self.folder / str(number)
-        kernel.write_bytes(jit.compile_object(source(), jit.target_machine(target)))
-        command = [COMPILER, "-O1", "-static", f"-DKERNEL={name}", str(DRIVER), str(kernel), "-o", str(program), "-lm"]
-        subprocess.run(command, check=True)
+        program, machine, made = self.folder / str(number), jit.target_machine(target), source()
+        kernel = [self.folder / f"{number}-{n}.o" for n in range(1 + len(made.parts))]
+        for file, text in zip(kernel, (made.text, *(part() for part in made.parts.values())), strict=True):
+            file.write_bytes(jit.compile_object(text, machine))
+        command = [COMPILER, "-O1", "-static", f"-DKERNEL={name}", str(DRIVER), *map(str, kernel)]
+        subprocess.run([*command, "-o", str(program), "-lm"], check=True)
         self.programs.append(program)
         self.real_bytes[number] = 8 if variant.real_type == DOUBLE else 4
         return number

@@ -22,6 +22,7 @@ from .distance_table import needs_with_table, with_distance_table, without_table
 from .epilogue import gather_pages, scatter_to_pages, slope_gradient, without_padding
 from .jit import function_address
 from .kernels import sums
+from .kernels.codegen import Source
 from .launch import KernelLaunch, TensorSpec, run
 from .lengths import Lengths, chunk, lengths, max_threads
 from .recording import recorded
@@ -37,7 +38,7 @@ MAX_CAPTURED_BYTES = 2**26  # for the gradients of a score_mod's tensors, which 
 def backward_address(variant: Variant, target: Target) -> int:
     """The address of the compiled kernel; its generator is imported only if it has to be compiled."""
 
-    def source() -> str:
+    def source() -> Source:
         from .kernels import backward
 
         return backward.source(variant, target)

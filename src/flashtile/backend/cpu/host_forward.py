@@ -16,6 +16,7 @@ from . import targets, threads, workspace
 from .blocks import BlockTable, table_strides, table_tensors
 from .distance_table import with_distance_table
 from .jit import function_address
+from .kernels.codegen import Source
 from .launch import KernelLaunch, TensorSpec, run
 from .lengths import chunk, lengths, max_threads, used_splits
 from .recording import recorded
@@ -27,7 +28,7 @@ from .variant import FORWARD, Variant
 def forward_address(variant: Variant, target: Target) -> int:
     """The address of the compiled kernel; its generator is imported only if it has to be compiled."""
 
-    def source() -> str:
+    def source() -> Source:
         from .kernels import decode, forward, row_values, tile_forward
 
         kernel = row_values.RowValuesKernel if variant.row_values else forward.ForwardKernel

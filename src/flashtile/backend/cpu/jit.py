@@ -4,7 +4,8 @@ An object file's name is a hash of everything that determines its content: the s
 the processor with its features, and LLVM's version. A process that finds the file does not generate IR, the slowest
 step of a first call. Files are written to a temporary name and moved into place, so concurrent processes do not see
 partial files; a truncated or damaged file fails its checksum and is replaced. Processes that need a kernel at the same
-time compile it once. If the directory cannot be written, every process compiles for itself, as where someone else could
+time compile it once. Microkernels and other parts that kernels share are object files of their own; a kernel's file has
+those that it needs. If the directory cannot be written, every process compiles for itself, as where someone else could
 have written it (`user_files`).
 """
 
@@ -12,9 +13,11 @@ import contextlib
 import functools
 import gc
 import hashlib
+import itertools
+import struct
 from collections.abc import Callable, Iterator
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llvmlite
 import numpy as np
@@ -24,10 +27,14 @@ from ...locks import process_lock
 from .. import user_files
 from .targets import Target
 
+if TYPE_CHECKING:
+    from .kernels.codegen import Source
+
 CHECKSUM = hashlib.sha256().digest_size
 _LOCK = process_lock()  # around all that uses LLVM
 FOLDER = "cpu"  # of object files, in the user's cache
 _LOADED: list[Any] = []  # engines, which own the machine code
+_PARTS: dict[tuple[str, Target], bytes] = {}
 
 
 def hash_sources(package: Any) -> str:
@@ -51,34 +58,67 @@ PACKAGE = resources.files("flashtile.backend.cpu")
 SOURCES_HASH = hash_sources(PACKAGE)  # of the imported version
 
 
-def function_address(name: str, variant: Any, target: Target, source: Callable[[], str]) -> int:
+def function_address(name: str, variant: Any, target: Target, source: "Callable[[], Source]") -> int:
     """Load the kernel `name` of a variant, or compile the IR that `source` generates, and return its address."""
     with _LOCK:
-        key_parts = (SOURCES_HASH, name, variant, target, llvm.llvm_version_info)
-        key = hashlib.sha256(repr(key_parts).encode()).hexdigest()
-        file = f"{key[:32]}.o"
         machine = target_machine(target)
-        code = read_object(file)
-        if code is None:
-            with user_files.locked(FOLDER, file):
-                code = read_object(file)  # which another process may have made meanwhile
-                if code is None:
-                    code = made_object(source, machine, file)
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        for code in kernel_objects((name, variant), target, machine, source):
+            engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
         _LOADED.append(engine)
         return engine.get_function_address(name)
 
 
-def made_object(source: Callable[[], str], machine: Any, file: str) -> bytes:
-    """Compile, and store the code in the cache."""
-    with collector_paused():
-        text = source()
-    code = compile_object(text, machine)
-    if hash_sources(PACKAGE) == SOURCES_HASH:  # not if they were edited since
-        write_object(file, code)
-    return code
+def kernel_objects(key: Any, target: Target, machine: Any, source: "Callable[[], Source]") -> list[bytes]:
+    """The object files of a kernel, parts first, from one file of the cache; they are made where there is none."""
+
+    def make() -> bytes:
+        with collector_paused():
+            made = source()
+        codes = [part_object(name, target, machine, text) for name, text in made.parts.items()]
+        return joined([*codes, compile_object(made.text, machine)])
+
+    return split(found_or_made(key, target, make))
+
+
+def part_object(name: str, target: Target, machine: Any, text: Callable[[], str]) -> bytes:
+    """The object file of a part, which other kernels of this process and of others have, too."""
+    if (name, target) not in _PARTS:
+
+        def make() -> bytes:
+            with collector_paused():
+                source = text()
+            return compile_object(source, machine)
+
+        _PARTS[name, target] = found_or_made(name, target, make)
+    return _PARTS[name, target]
+
+
+def found_or_made(key: Any, target: Target, make: Callable[[], bytes]) -> bytes:
+    """A file of the cache, or its content made anew, by one process at a time."""
+    key_parts = (SOURCES_HASH, key, target, llvm.llvm_version_info)
+    file = f"{hashlib.sha256(repr(key_parts).encode()).hexdigest()[:32]}.o"
+    content = read_object(file)
+    if content is None:
+        with user_files.locked(FOLDER, file):
+            content = read_object(file)  # which another process may have made meanwhile
+            if content is None:
+                content = make()
+                if hash_sources(PACKAGE) == SOURCES_HASH:  # not if they were edited since
+                    write_object(file, content)
+    return content
+
+
+def joined(codes: list[bytes]) -> bytes:
+    return struct.pack(f"<{1 + len(codes)}Q", len(codes), *map(len, codes)) + b"".join(codes)
+
+
+def split(content: bytes) -> list[bytes]:
+    """The parts of what `joined` has made."""
+    (count,) = struct.unpack_from("<Q", content)
+    ends = [*itertools.accumulate(struct.unpack_from(f"<{count}Q", content, 8), initial=8 * (1 + count))]
+    return [content[start:end] for start, end in itertools.pairwise(ends)]
 
 
 @contextlib.contextmanager

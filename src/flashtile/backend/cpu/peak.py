@@ -12,7 +12,7 @@ import torch
 
 from . import targets
 from .jit import function_address
-from .kernels.codegen import Code
+from .kernels.codegen import Code, Source
 from .kernels.matrix_tiles import REGISTERS, matrix_tiles
 from .kernels.operands import ADDRESS, LONG
 from .targets import Target
@@ -48,7 +48,7 @@ def best_seconds(run: Any, address: int) -> float:
     return min(seconds)
 
 
-def source(variant: Variant, target: Target) -> str:
+def source(variant: Variant, target: Target) -> Source:
     """`multiply_add(x)`: `x = x / 2 + 1` in each step, on as many vectors as a kernel has accumulators."""
     code = Code(target, variant.real_type)
     with code.function(NAME, ADDRESS, public=True) as (block,):
@@ -60,10 +60,10 @@ def source(variant: Variant, target: Target) -> str:
                 accumulator.set(code.multiply_add(accumulator.get(), code.full(0.5), code.full(1.0)))
         for accumulator, place in zip(accumulators, places, strict=True):
             x.store(accumulator.get(), place)
-    return str(code.module)
+    return code.source()
 
 
-def source_of_tiles(variant: Variant, target: Target) -> str:
+def source_of_tiles(variant: Variant, target: Target) -> Source:
     """`multiply_tiles(x)`: products of zeros, added to as many tiles as a kernel has accumulators."""
     code = Code(target, variant.real_type)
     with code.function(OF_TILES, ADDRESS, public=True):
@@ -75,4 +75,4 @@ def source_of_tiles(variant: Variant, target: Target) -> str:
             for n in range(TILE_ACCUMULATORS):
                 tiles.multiply_add(n, TILE_ACCUMULATORS, TILE_ACCUMULATORS + 1)
         tiles.release()
-    return str(code.module)
+    return code.source()

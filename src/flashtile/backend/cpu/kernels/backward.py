@@ -17,25 +17,25 @@ from ..targets import Target
 from ..variant import BACKWARD, Variant
 from ..workspace import BLOCK_N, Layout, backward_layout, round_up
 from .blocks import narrow_bounds, visible_keys
-from .codegen import Code
+from .codegen import Code, Source
 from .dbias import accumulate_dbias
 from .dcaptured import ElementGradients
 from .dkdv import Touched, accumulate_key_gradient, carry_key_gradients, clear_key_gradients
-from .dq import accumulate_dq, emit_dq, store_dq
+from .dq import accumulate_dq, declare_dq, store_dq
 from .elementary import exp2
 from .formats import load, load_vector, sum_lanes
 from .kernel import Kernel, kernel_source
 from .keys import KeyBlock, load_keys
 from .masking import Window, in_mask
 from .operands import BIT, Pointer, Value
-from .products import Panel, emit_accumulate, emit_scores, score_product
+from .products import Panel, declare_accumulate, declare_scores, score_product
 from .rng import apply_dropout
 from .scores import distance, final_score, product_gradient
 from .sums import ROWS_PER_CARRY, carry, carry_due, needs_totals
 from .tiles import copy_rows, fill_row_tables, load_transposed, make_task, num_valid_rows, panel_rows, rows_in_use
 
 
-def source(variant: Variant, target: Target) -> str:
+def source(variant: Variant, target: Target) -> Source:
     """The LLVM module of a backward kernel, `backward(block)`."""
     return kernel_source(BackwardKernel, BACKWARD, variant, target)
 
@@ -49,10 +49,10 @@ class BackwardKernel(Kernel):
         return backward_layout(self.code.real_type, self.panel.rows, self.code.lanes, *sizes)
 
     @classmethod
-    def emit_products(cls, code: Code, panel: Panel, variant: Variant) -> None:
-        emit_scores(code, panel)
-        emit_dq(code, panel, variant)
-        emit_accumulate(code, panel)
+    def declare_products(cls, code: Code, panel: Panel, variant: Variant) -> None:
+        declare_scores(code, panel)
+        declare_dq(code, panel, variant)
+        declare_accumulate(code, panel)
 
     def run(self, task_index: Value) -> None:
         """Loop over the sequences and key heads of a task."""

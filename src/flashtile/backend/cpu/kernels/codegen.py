@@ -6,7 +6,8 @@
 `operands` has the values, pointers and variables. "Real" is the floating-point type that a kernel computes in.
 """
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -35,12 +36,22 @@ class Function(NamedTuple):
     parameters: tuple[llvm.Type, ...]
 
 
+class Source(NamedTuple):
+    """A module's IR, and that of the parts whose functions it calls, by names that tell all that they depend on but the
+    target. Other kernels have the same parts, so they are compiled apart, and generated only where they have to be.
+    """
+
+    text: str
+    parts: dict[str, Callable[[], str]]
+
+
 class Code:
     """A module under construction, and the position of its next instruction."""
 
     ir: Any  # llvmlite's builder
 
-    def __init__(self, target: Target, real_type: llvm.Type):
+    def __init__(self, target: Target, real_type: llvm.Type, is_part: bool = False):
+        self.is_part, self.parts = is_part, dict[str, Callable[[Code], None]]()
         self.module = llvm.Module("flashtile")
         self.module.triple = target.triple
         self.target, self.real_type = target, real_type
@@ -244,6 +255,31 @@ class Code:
         self.ir.ret_void()
         if outer is not None:
             self.ir = outer
+
+    def part(self, name: str, emit: "Callable[[Code], None]") -> None:
+        """Declare the functions that `emit` emits in a module of their own, by `part_function`."""
+        if name not in self.parts:
+            self.parts[name] = emit
+            emit(self)
+
+    def part_function(self, name: str, *kinds: llvm.Type) -> Iterator[list[Value]]:
+        """Emit a function of a part: a loop over its arguments, that runs once in the part's own module, and not at all
+        where the function is declared.
+        """
+        if self.is_part:
+            with self.function(name, *kinds, public=True) as args:
+                yield args
+        else:
+            self.functions[name] = Function(llvm.Function(self.module, llvm.FunctionType(VOID, kinds), name), kinds)
+
+    def source(self) -> Source:
+        def text_of(emit: Callable[[Code], None]) -> str:
+            code = Code(self.target, self.real_type, is_part=True)
+            emit(code)
+            return str(code.module)
+
+        parts = {f"{name} {self.real_type}": functools.partial(text_of, emit) for name, emit in self.parts.items()}
+        return Source(str(self.module), parts)
 
     def function_start(self) -> Any:
         """What this context emits runs once, before the rest of the function."""

@@ -16,7 +16,7 @@ from .forward import BlockKind
 from .keys import KeyBlock, load_keys
 from .operands import ADDRESS, INT, LONG, Pointer, Value
 from .products import Panel, tiled_loop
-from .row_values import RowValuesKernel, emit_row_values, row_value_product
+from .row_values import RowValuesKernel, declare_row_values, row_value_product
 from .softmax import exponentiate
 from .tiles import copy_rows, num_valid_rows
 
@@ -38,13 +38,13 @@ def over_keys(code: Code, x: Value, rows: int, combine: Callable[[Value, Value],
     return x
 
 
-def emit_scores(code: Code, panel: Panel, dtype: str) -> None:
+def emit_scores(code: Code, dtype: str) -> None:
     """`decode_scores_R(k, stride, count, q, depth, s, pitch)`: `s[j, r] = sum_d k[j, d] q[r, d]` for R rows, as many
     keys at a time as fill a vector of scores. Past the end it repeats the last key. `pitch`, the distance between keys
     in `s`, is that of a panel, or R: packed scores are stored as whole vectors.
     """
     for rows in row_group_sizes(code):
-        with code.function(f"decode_scores_{rows}", ADDRESS, LONG, LONG, ADDRESS, LONG, ADDRESS, LONG) as args:
+        for args in code.part_function(f"decode_scores_{rows}", ADDRESS, LONG, LONG, ADDRESS, LONG, ADDRESS, LONG):
             k, q, s = code.pointer(args[0], STORAGE_TYPES[dtype]), code.pointer(args[3]), code.pointer(args[5])
             stride, count, depth, pitch = args[1], args[2], args[4], args[6]
             keys_per_vector = code.lanes // rows
@@ -73,9 +73,9 @@ class DecodeKernel(RowValuesKernel):
     """Emits the code of one task: a single panel, whose head dimensions are whole vectors."""
 
     @classmethod
-    def emit_products(cls, code: Code, panel: Panel, variant: Variant) -> None:
-        emit_scores(code, panel, variant.dtype)
-        emit_row_values(code, variant.dtype, row_group_sizes(code), KEYS_AHEAD)
+    def declare_products(cls, code: Code, panel: Panel, variant: Variant) -> None:
+        code.part(f"decode_scores_{variant.dtype}", lambda code: emit_scores(code, variant.dtype))
+        declare_row_values(code, variant.dtype, row_group_sizes(code), KEYS_AHEAD)
 
     def row_loop(self, p: Value) -> Callable[[Callable[[Value, int, Value], None]], None]:
         code, num_valid = self.code, self.num_valid(p)

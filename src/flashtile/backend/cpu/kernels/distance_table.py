@@ -7,7 +7,7 @@ from llvmlite import ir
 from ....expression import Formula
 from ..targets import Target
 from .captured import Captured
-from .codegen import Code
+from .codegen import Code, Source
 from .formula import Emitter
 from .operands import ADDRESS, DOUBLE, FLOAT, INT, LONG
 from .stages import StagedCode, staged
@@ -27,7 +27,7 @@ class TableVariant(NamedTuple):
         return DOUBLE if self.real_dtype == "float64" else FLOAT
 
 
-def source(variant: TableVariant, target: Target) -> str:
+def source(variant: TableVariant, target: Target) -> Source:
     """The LLVM module of `distance_table(captured, table, heads, width, reach)`: element `[h, d + reach]` of a table
     with rows of `width` elements, whole vectors, is the term of head `h` and distance `d`.
     """
@@ -41,4 +41,4 @@ def source(variant: TableVariant, target: Target) -> str:
             row = {"h": code.splat(code.convert(h, INT)), "q_idx": code.convert(n, INT) + code.lane_indices()}
             (x,) = StagedCode(program, emitter, row).at_key(code.convert(reach, INT), code.full())  # of no score
             table.store(code.splat(x), h * width + n)
-    return str(code.module)
+    return code.source()

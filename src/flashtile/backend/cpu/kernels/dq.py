@@ -7,17 +7,17 @@ from .codegen import Code
 from .kernel import Kernel
 from .keys import KeyBlock
 from .operands import Value
-from .products import ACCUMULATOR_ROWS, Panel, accumulator_loop, emit_values, value_product
-from .row_values import emit_row_values, row_value_product, store_row_vectors
+from .products import ACCUMULATOR_ROWS, Panel, accumulator_loop, declare_values, value_product
+from .row_values import declare_row_values, row_value_product, store_row_vectors
 from .tiles import num_valid_rows, store_transposed
 
 
-def emit_dq(code: Code, panel: Panel, variant: Variant) -> None:
-    """Emit the microkernels."""
+def declare_dq(code: Code, panel: Panel, variant: Variant) -> None:
+    """Declare the microkernels."""
     if variant.row_values:
-        emit_row_values(code, variant.real_dtype, ACCUMULATOR_ROWS)
+        declare_row_values(code, variant.real_dtype, ACCUMULATOR_ROWS)
     else:
-        emit_values(code, panel)
+        declare_values(code, panel)
 
 
 def accumulate_dq(kernel: Kernel, k: KeyBlock, count: Value) -> None:

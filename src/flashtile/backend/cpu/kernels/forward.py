@@ -11,13 +11,13 @@ from ..targets import Target
 from ..variant import FORWARD, Variant
 from ..workspace import BLOCK_N, Layout, forward_layout
 from .blocks import narrow_bounds, panels_see, visible_keys
-from .codegen import Code
+from .codegen import Code, Source
 from .combine import combine_splits
 from .kernel import Kernel, kernel_source, store_rows
 from .keys import KeyBlock, load_keys
 from .masking import Window, in_mask, mask_fill
 from .operands import Pointer, Value
-from .products import Panel, emit_scores, emit_values, score_product, value_product
+from .products import Panel, declare_scores, declare_values, score_product, value_product
 from .rng import apply_dropout
 from .scores import final_score
 from .softmax import exponentiate, finalize, initialize, normalize, rescale
@@ -41,9 +41,9 @@ class ForwardKernel(Kernel):
         return forward_layout(self.code.real_type, self.panel.rows, *sizes)
 
     @classmethod
-    def emit_products(cls, code: Code, panel: Panel, variant: Variant) -> None:
-        emit_scores(code, panel)
-        emit_values(code, panel)
+    def declare_products(cls, code: Code, panel: Panel, variant: Variant) -> None:
+        declare_scores(code, panel)
+        declare_values(code, panel)
 
     def run(self, task_index: Value) -> None:
         self.task.store(find_task(self.code, self.a, self.panel, task_index))
@@ -266,6 +266,6 @@ class ForwardKernel(Kernel):
                     store_rows(code, residual, a.pointer("lse") + a.integer("residual"), lse_offsets, num_valid)
 
 
-def source(variant: Variant, target: Target, kernel_class: type[ForwardKernel] = ForwardKernel) -> str:
+def source(variant: Variant, target: Target, kernel_class: type[ForwardKernel] = ForwardKernel) -> Source:
     """The LLVM module of a forward kernel, `forward(block)`."""
     return kernel_source(kernel_class, FORWARD, variant, target)

@@ -10,7 +10,7 @@ from ..targets import Target
 from ..variant import Arguments, Variant
 from ..workspace import Layout, Workspace, write_addresses
 from .captured import Captured
-from .codegen import Code
+from .codegen import Code, Source
 from .formats import STORAGE_TYPES
 from .formula import Emitter
 from .masking import mask_state
@@ -66,8 +66,8 @@ class Kernel:
         raise NotImplementedError
 
     @classmethod
-    def emit_products(cls, code: Code, panel: Panel, variant: Variant) -> None:
-        """Emit the microkernels."""
+    def declare_products(cls, code: Code, panel: Panel, variant: Variant) -> None:
+        """Declare the microkernels."""
         raise NotImplementedError
 
     @staticmethod
@@ -188,15 +188,15 @@ class Kernel:
         return StagedCode(staged(formula.program, self.variant.loads), emitter, rows)
 
 
-def kernel_source(kernel_class: type[Kernel], name: str, variant: Variant, target: Target) -> str:
+def kernel_source(kernel_class: type[Kernel], name: str, variant: Variant, target: Target) -> Source:
     """The LLVM module of a kernel, `name(block)`; any number of threads may run it at once."""
     code = Code(target, variant.real_type)
     panel = Panel(code, variant.vectors)
-    kernel_class.emit_products(code, panel, variant)
+    kernel_class.declare_products(code, panel, variant)
     with code.function(name, ADDRESS, public=True) as (block,):
         a = Arguments(code, block)
         kernel = kernel_class(code, variant, panel, block, thread_workspace(code, a))
         write_addresses(kernel.base, kernel.buffers(*(a.integer(name) for name in kernel.SIZES)))
         with kernel.thread_state(code), task_loop(code, a) as task_index:
             kernel.call("run", task_index)
-    return str(code.module)
+    return code.source()

@@ -49,65 +49,77 @@ def pack_rows(
     code: Code, source: Pointer, offsets: Pointer, rows: Value, count: Value, scratch: Pointer, to: Pointer
 ) -> None:
     """Pack `rows` rows of q, a multiple of 16, with `count` features, that begin at `offsets`."""
-    kinds = (ADDRESS, ADDRESS, LONG, LONG, ADDRESS, ADDRESS)
-    with code.shared_function("pack_rows", *kinds) as args:
-        if args:
-            source_, scratch_ = code.pointer(args[0], SHORT), code.pointer(args[4], SHORT)
-            offsets_, to_ = code.pointer(args[1], LONG), code.pointer(args[5], INT)
-            rows_, count_ = args[2], args[3]
-            full, chunks = count_ // TILE_DEPTH, (count_ + (TILE_DEPTH - 1)) // TILE_DEPTH
-            with code.loop(0, rows_, TILE_ROWS) as r:
-                of_rows = to_ + r // TILE_ROWS * chunks * TILE_WORDS
-                with code.loop(0, full) as n:
-                    words = [load_words(code, source_, offsets_[r + i] + n * TILE_DEPTH) for i in range(TILE_ROWS)]
-                    store_tile(code, transpose(code, words), of_rows + n * TILE_WORDS)
-                with code.if_then(full < chunks):
-                    for i in range(TILE_ROWS):
-                        row = scratch_ + i * TILE_DEPTH
-                        copy_row(code, source_, offsets_[r + i] + full * TILE_DEPTH, count_ - full * TILE_DEPTH, row, 0)
-                    words = [load_words(code, scratch_, i * TILE_DEPTH) for i in range(TILE_ROWS)]
-                    store_tile(code, transpose(code, words), of_rows + full * TILE_WORDS)
+    code.part("packing", emit_packing)
     code.call("pack_rows", source, offsets, rows, count, scratch, to)
+
+
+def pack_keys(code: Code, source: Pointer, stride: Value, count: Value, to: Pointer) -> None:
+    """Pack 16 keys of `count` features."""
+    code.part("packing", emit_packing)
+    code.call("pack_keys", source, stride, count, to)
+
+
+def pack_values(code: Code, source: Pointer, stride: Value, count: Value, to: Pointer) -> None:
+    """Pack 32 keys of `count` features, a multiple of 32."""
+    code.part("packing", emit_packing)
+    code.call("pack_values", source, stride, count, to)
+
+
+def emit_packing(code: Code) -> None:
+    emit_pack_rows(code)
+    emit_pack_keys(code)
+    emit_pack_values(code)
+
+
+def emit_pack_rows(code: Code) -> None:
+    for args in code.part_function("pack_rows", ADDRESS, ADDRESS, LONG, LONG, ADDRESS, ADDRESS):
+        source, scratch = code.pointer(args[0], SHORT), code.pointer(args[4], SHORT)
+        offsets, to = code.pointer(args[1], LONG), code.pointer(args[5], INT)
+        rows, count = args[2], args[3]
+        full, chunks = count // TILE_DEPTH, (count + (TILE_DEPTH - 1)) // TILE_DEPTH
+        with code.loop(0, rows, TILE_ROWS) as r:
+            of_rows = to + r // TILE_ROWS * chunks * TILE_WORDS
+            with code.loop(0, full) as n:
+                words = [load_words(code, source, offsets[r + i] + n * TILE_DEPTH) for i in range(TILE_ROWS)]
+                store_tile(code, transpose(code, words), of_rows + n * TILE_WORDS)
+            with code.if_then(full < chunks):
+                for i in range(TILE_ROWS):
+                    row = scratch + i * TILE_DEPTH
+                    copy_row(code, source, offsets[r + i] + full * TILE_DEPTH, count - full * TILE_DEPTH, row, 0)
+                words = [load_words(code, scratch, i * TILE_DEPTH) for i in range(TILE_ROWS)]
+                store_tile(code, transpose(code, words), of_rows + full * TILE_WORDS)
+
+
+def emit_pack_keys(code: Code) -> None:
+    for args in code.part_function("pack_keys", ADDRESS, LONG, LONG, ADDRESS):
+        source, to = code.pointer(args[0], SHORT), code.pointer(args[3], SHORT)
+        stride, count = args[1], args[2]
+        full = count // TILE_DEPTH * TILE_DEPTH
+        with code.loop(0, full, TILE_DEPTH) as d:
+            tile = to + d * TILE_ROWS
+            for i in range(TILE_ROWS):
+                (tile + i * TILE_DEPTH).cast(INT).store(load_words(code, source, stride * i + d))
+        with code.if_then(full < count), code.loop(0, TILE_ROWS) as i:
+            copy_row(code, source, stride * i + full, count - full, to + full * TILE_ROWS + i * TILE_DEPTH, 0)
+
+
+def emit_pack_values(code: Code) -> None:
+    """Words of two features become words of two keys, of even features and of odd ones, and these are transposed."""
+    for args in code.part_function("pack_values", ADDRESS, LONG, LONG, ADDRESS):
+        source, to = code.pointer(args[0], SHORT), code.pointer(args[3], INT)
+        stride, count = args[1], args[2]
+        with code.loop(0, count, TILE_DEPTH) as d:
+            for n in (0, 1):  # each half loads all rows, since its words fill half of the registers
+                words = []
+                for i in range(0, TILE_DEPTH, 2):
+                    x, y = (load_words(code, source, stride * (i + key) + d) for key in (0, 1))
+                    words.append(joined(code, x, y >> 16) if n else joined(code, x << 16, y))
+                store_tile(code, transpose(code, words), to + d * TILE_ROWS + n * TILE_ROWS, step=2)
 
 
 def store_tile(code: Code, rows: list[Value], to: Pointer, step: int = 1) -> None:
     for i, row in enumerate(rows):
         to.store(row, i * step * TILE_ROWS)
-
-
-def pack_keys(code: Code, source: Pointer, stride: Value, count: Value, to: Pointer) -> None:
-    """Pack 16 keys of `count` features."""
-    with code.shared_function("pack_keys", ADDRESS, LONG, LONG, ADDRESS) as args:
-        if args:
-            source_, to_ = code.pointer(args[0], SHORT), code.pointer(args[3], SHORT)
-            stride_, count_ = args[1], args[2]
-            full = count_ // TILE_DEPTH * TILE_DEPTH
-            with code.loop(0, full, TILE_DEPTH) as d:
-                tile = to_ + d * TILE_ROWS
-                for i in range(TILE_ROWS):
-                    (tile + i * TILE_DEPTH).cast(INT).store(load_words(code, source_, stride_ * i + d))
-            with code.if_then(full < count_), code.loop(0, TILE_ROWS) as i:
-                row = to_ + full * TILE_ROWS + i * TILE_DEPTH
-                copy_row(code, source_, stride_ * i + full, count_ - full, row, 0)
-    code.call("pack_keys", source, stride, count, to)
-
-
-def pack_values(code: Code, source: Pointer, stride: Value, count: Value, to: Pointer) -> None:
-    """Pack 32 keys of `count` features, a multiple of 32. Words of two features become words of two keys, of even
-    features and of odd ones, and these are transposed.
-    """
-    with code.shared_function("pack_values", ADDRESS, LONG, LONG, ADDRESS) as args:
-        if args:
-            source_, to_ = code.pointer(args[0], SHORT), code.pointer(args[3], INT)
-            stride_, count_ = args[1], args[2]
-            with code.loop(0, count_, TILE_DEPTH) as d:
-                for n in (0, 1):  # each half loads all rows, since its words fill half of the registers
-                    words = []
-                    for i in range(0, TILE_DEPTH, 2):
-                        x, y = (load_words(code, source_, stride_ * (i + key) + d) for key in (0, 1))
-                        words.append(joined(code, x, y >> 16) if n else joined(code, x << 16, y))
-                    store_tile(code, transpose(code, words), to_ + d * TILE_ROWS + n * TILE_ROWS, step=2)
-    code.call("pack_values", source, stride, count, to)
 
 
 def packed_pair(code: Code, x: Value, y: Value) -> Value:

@@ -58,13 +58,17 @@ def row_numbers(code: Code, rows: int, last: Value) -> list[Value]:
     return [code.index(n) for n in range(rows - 1)] + [last if rows in ACCUMULATOR_ROWS[1:] else code.index(rows - 1)]
 
 
+def declare_scores(code: Code, panel: Panel) -> None:
+    code.part(f"scores_{panel.vectors}", lambda code: emit_scores(code, Panel(code, panel.vectors)))
+
+
 def emit_scores(code: Code, widest: Panel) -> None:
     """`scores_R_V(k, stride, q, s, depth, m, last)`: `s[j] = sum_d k[j, d] q[d]` for R keys and V vectors of rows, and
     `m` grows to their maximum.
     """
     for panel, rows in itertools.product(widest.widths(), ACCUMULATOR_ROWS):
         name = f"scores_{rows}_{panel.vectors}"
-        with code.function(name, ADDRESS, LONG, ADDRESS, ADDRESS, LONG, ADDRESS, LONG) as args:
+        for args in code.part_function(name, ADDRESS, LONG, ADDRESS, ADDRESS, LONG, ADDRESS, LONG):
             k, q, s, m = (code.pointer(args[n]) for n in (0, 2, 3, 5))
             stride, depth = args[1], args[4]
             numbers = row_numbers(code, rows, args[6])
@@ -104,13 +108,17 @@ def emit_scores(code: Code, widest: Panel) -> None:
             panel.store(largest, m)
 
 
+def declare_values(code: Code, panel: Panel) -> None:
+    code.part(f"values_{panel.vectors}", lambda code: emit_values(code, Panel(code, panel.vectors)))
+
+
 def emit_values(code: Code, widest: Panel) -> None:
     """`values_R_V(p, v, stride, count, o, alpha, last)`: `o[d] = alpha o[d] + sum_j p[j] v[j, d]` for R features and V
     vectors of rows.
     """
     for panel, rows in itertools.product(widest.widths(), ACCUMULATOR_ROWS):
         name = f"values_{rows}_{panel.vectors}"
-        with code.function(name, ADDRESS, ADDRESS, LONG, LONG, ADDRESS, ADDRESS, LONG) as args:
+        for args in code.part_function(name, ADDRESS, ADDRESS, LONG, LONG, ADDRESS, ADDRESS, LONG):
             p, v, o, alpha = (code.pointer(args[n]) for n in (0, 1, 4, 5))
             stride, count = args[2], args[3]
             numbers = row_numbers(code, rows, args[6])
@@ -136,6 +144,10 @@ def strip_sizes(code: Code) -> tuple[int, ...]:
     return tuple(n for n in (4, 2, 1) if n <= code.target.vectors)
 
 
+def declare_accumulate(code: Code, panel: Panel) -> None:
+    code.part(f"accumulate_{panel.vectors}", lambda code: emit_accumulate(code, Panel(code, panel.vectors)))
+
+
 def emit_accumulate(code: Code, panel: Panel) -> None:
     """`accumulate_R_N(p, x, x_stride, y, y_stride, first, last, last_key)`: `y[j] += sum_r p[j, r] x[r]` over the
     panel's rows from `first` to `last`, exclusive, for R keys and N vectors of features. Here lanes run over features;
@@ -143,7 +155,7 @@ def emit_accumulate(code: Code, panel: Panel) -> None:
     """
     for rows, strip in itertools.product(ACCUMULATOR_ROWS, strip_sizes(code)):
         kinds = (ADDRESS, ADDRESS, LONG, ADDRESS, LONG, LONG, LONG, LONG)
-        with code.function(f"accumulate_{rows}_{strip}", *kinds) as args:
+        for args in code.part_function(f"accumulate_{rows}_{strip}", *kinds):
             p, x, y = (code.pointer(args[n]) for n in (0, 1, 3))
             x_stride, y_stride, first, last = args[2], args[4], args[5], args[6]
             numbers = row_numbers(code, rows, args[7])

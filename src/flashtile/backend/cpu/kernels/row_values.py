@@ -12,10 +12,15 @@ from .formats import STORAGE_TYPES, load_vector, store_vector
 from .forward import ForwardKernel
 from .keys import KeyBlock
 from .operands import ADDRESS, LONG, Pointer, Value
-from .products import ACCUMULATOR_ROWS, Panel, accumulator_loop, emit_scores, row_numbers, strip_sizes, tiled_loop
+from .products import ACCUMULATOR_ROWS, Panel, accumulator_loop, declare_scores, row_numbers, strip_sizes, tiled_loop
 from .softmax import normalize
 from .sums import carry
 from .tiles import num_valid_rows
+
+
+def declare_row_values(code: Code, dtype: str, heights: tuple[int, ...], keys_ahead: int = 0) -> None:
+    name = f"row_values_{dtype}_{heights}_{keys_ahead}"
+    code.part(name, lambda code: emit_row_values(code, dtype, heights, keys_ahead))
 
 
 def emit_row_values(code: Code, dtype: str, heights: tuple[int, ...], keys_ahead: int = 0) -> None:
@@ -25,7 +30,7 @@ def emit_row_values(code: Code, dtype: str, heights: tuple[int, ...], keys_ahead
     """
     for rows, strip in itertools.product(heights, strip_sizes(code)):
         kinds = (ADDRESS, LONG, ADDRESS, LONG, LONG, ADDRESS, LONG, ADDRESS, LONG)
-        with code.function(f"row_values_{rows}_{strip}", *kinds) as args:
+        for args in code.part_function(f"row_values_{rows}_{strip}", *kinds):
             p, out, alpha = (code.pointer(args[n]) for n in (0, 5, 7))
             v, pitch, stride, count, width = (
                 code.pointer(args[2], STORAGE_TYPES[dtype]),
@@ -100,9 +105,9 @@ class RowValuesKernel(ForwardKernel):
     """Emits the code of one task, whose accumulators are `[rows, Dv]`."""
 
     @classmethod
-    def emit_products(cls, code: Code, panel: Panel, variant: Variant) -> None:
-        emit_scores(code, panel)
-        emit_row_values(code, variant.real_dtype, ACCUMULATOR_ROWS)
+    def declare_products(cls, code: Code, panel: Panel, variant: Variant) -> None:
+        declare_scores(code, panel)
+        declare_row_values(code, variant.real_dtype, ACCUMULATOR_ROWS)
 
     def output_place(self, p: Value) -> tuple[Value, Value]:
         width = self.a.integer("head_dim_v")

@@ -23,20 +23,20 @@ from .tiles import num_valid_rows, rows_in_use
 SIZES = (2, 1)  # tiles of a microkernel on each side: four accumulators leave a load for each product
 
 
-def emit_products(code: Code, panel: Panel) -> None:
+def emit_products(code: Code, panel_rows: int) -> None:
     """`tile_scores_M_N(k, q, chunks, s)`: the scores `s [16 M, 16 N]`, by `chunks` parts of 32 features.
 
     `tile_values_M_N(v, v_next, p, chunks, product, o, count, alpha)`: `o [count, 16 N] = alpha o + v^T p`, at most 16 M
     features, by `chunks` parts of 32 keys, that are `v_next` bytes apart.
     """
-    pitch = code.index(panel.rows * 4)
+    pitch = code.index(panel_rows * 4)
     tile = code.index(TILE_BYTES)
     for m, n in itertools.product(SIZES, SIZES):
-        with code.function(f"tile_scores_{m}_{n}", ADDRESS, ADDRESS, LONG, ADDRESS) as (k, q, chunks, s):
+        for k, q, chunks, s in code.part_function(f"tile_scores_{m}_{n}", ADDRESS, ADDRESS, LONG, ADDRESS):
             steps = [chunks * TILE_BYTES, tile] * 2
             tile_product(code, (m, n), code.pointer(k), code.pointer(q), steps, chunks, code.pointer(s), pitch)
         kinds = (ADDRESS, LONG, ADDRESS, LONG, ADDRESS, ADDRESS, LONG, ADDRESS)
-        with code.function(f"tile_values_{m}_{n}", *kinds) as args:
+        for args in code.part_function(f"tile_values_{m}_{n}", *kinds):
             v, p, product, o, alpha = (code.pointer(args[i]) for i in (0, 2, 4, 5, 7))
             v_next, chunks, count = args[1], args[3], args[6]
             steps = [tile, v_next, code.index(BLOCK_N // TILE_DEPTH * TILE_BYTES), tile]
@@ -45,7 +45,7 @@ def emit_products(code: Code, panel: Panel) -> None:
             scale = [alpha.vector(i) for i in lanes]
             with code.loop(0, count) as d:
                 for i, factor in zip(lanes, scale, strict=True):
-                    o_d, x = o + d * panel.rows + i, product + d * (n * TILE_ROWS) + i
+                    o_d, x = o + d * panel_rows + i, product + d * (n * TILE_ROWS) + i
                     o_d.store(code.multiply_add(o_d.vector(), factor, x.vector()))
 
 
@@ -56,8 +56,8 @@ class TileKernel(ForwardKernel):
         return tile_layout(self.code.real_type, self.panel.rows, *sizes)
 
     @classmethod
-    def emit_products(cls, code: Code, panel: Panel, variant: Variant) -> None:
-        emit_products(code, panel)
+    def declare_products(cls, code: Code, panel: Panel, variant: Variant) -> None:
+        code.part(f"matrix_tiles_{panel.rows}", lambda code: emit_products(code, panel.rows))
 
     @staticmethod
     @contextmanager

@@ -230,19 +230,22 @@ def load_transposed(
     Squares of lanes by lanes are transposed in registers; the remainder, and columns that are not contiguous, are
     loaded one element at a time.
     """
-    kinds = (ADDRESS, ADDRESS, LONG, LONG, LONG, ADDRESS, code.real_type)
-    with code.shared_function(f"load_transposed_{dtype}", *kinds) as args:
-        if args:
-            source_, row_offsets_, to_ = code.pointer(args[0]), code.pointer(args[1], LONG), code.pointer(args[5])
-            rows_, count_, stride_, factor_ = args[2], args[3], args[4], args[6]
-            full = code.select(stride_.equals(1), count_ // code.lanes * code.lanes, 0)
-            with code.loop(0, full, code.lanes) as d, code.loop(0, rows_, code.lanes) as r:
-                square = [load_vector(code, source_, row_offsets_[r + n] + d, dtype) for n in range(code.lanes)]
-                for n, column in enumerate(transpose(code, square)):
-                    to_.store(column * factor_, (d + n) * panel.rows + r)
-            with code.loop(full, count_) as d, code.loop(0, rows_) as r:
-                to_[d * panel.rows + r] = load(code, source_, row_offsets_[r] + d * stride_, dtype) * factor_
+    code.part(f"load_transposed_{dtype}_{panel.rows}", lambda code: emit_load_transposed(code, panel.rows, dtype))
     code.call(f"load_transposed_{dtype}", source, row_offsets, rows, count, stride, to, factor)
+
+
+def emit_load_transposed(code: Code, panel_rows: int, dtype: str) -> None:
+    kinds = (ADDRESS, ADDRESS, LONG, LONG, LONG, ADDRESS, code.real_type)
+    for args in code.part_function(f"load_transposed_{dtype}", *kinds):
+        source, row_offsets, to = code.pointer(args[0]), code.pointer(args[1], LONG), code.pointer(args[5])
+        rows, count, stride, factor = args[2], args[3], args[4], args[6]
+        full = code.select(stride.equals(1), count // code.lanes * code.lanes, 0)
+        with code.loop(0, full, code.lanes) as d, code.loop(0, rows, code.lanes) as r:
+            square = [load_vector(code, source, row_offsets[r + n] + d, dtype) for n in range(code.lanes)]
+            for n, column in enumerate(transpose(code, square)):
+                to.store(column * factor, (d + n) * panel_rows + r)
+        with code.loop(full, count) as d, code.loop(0, rows) as r:
+            to[d * panel_rows + r] = load(code, source, row_offsets[r] + d * stride, dtype) * factor
 
 
 def copy_rows(
@@ -264,17 +267,19 @@ def store_transposed(
     code: Code, panel: Panel, source: Pointer, count: Value, dtype: str, to: Pointer, row_offsets: Pointer, rows: Value
 ) -> None:
     """`to[row_offsets[r] + d] = source[d, r]` for `d < count` and the first `rows` rows: lanes become rows."""
-    kinds = (ADDRESS, LONG, ADDRESS, ADDRESS, LONG)
-    with code.shared_function(f"store_transposed_{dtype}", *kinds) as args:
-        if args:
-            source_, to_, row_offsets_ = code.pointer(args[0]), code.pointer(args[2]), code.pointer(args[3], LONG)
-            count_, rows_ = args[1], args[4]
-            full = count_ // code.lanes * code.lanes
-            with code.loop(0, full, code.lanes) as d, code.loop(0, rows_, code.lanes) as r:
-                square = [source_.vector((d + n) * panel.rows + r) for n in range(code.lanes)]
-                for n, row in enumerate(transpose(code, square)):
-                    with code.if_then(r + n < rows_):
-                        store_vector(code, row, to_, row_offsets_[r + n] + d, dtype)
-            with code.loop(full, count_) as d, code.loop(0, rows_) as r:
-                store(code, source_[d * panel.rows + r], to_, row_offsets_[r] + d, dtype)
+    code.part(f"store_transposed_{dtype}_{panel.rows}", lambda code: emit_store_transposed(code, panel.rows, dtype))
     code.call(f"store_transposed_{dtype}", source, count, to, row_offsets, rows)
+
+
+def emit_store_transposed(code: Code, panel_rows: int, dtype: str) -> None:
+    for args in code.part_function(f"store_transposed_{dtype}", ADDRESS, LONG, ADDRESS, ADDRESS, LONG):
+        source, to, row_offsets = code.pointer(args[0]), code.pointer(args[2]), code.pointer(args[3], LONG)
+        count, rows = args[1], args[4]
+        full = count // code.lanes * code.lanes
+        with code.loop(0, full, code.lanes) as d, code.loop(0, rows, code.lanes) as r:
+            square = [source.vector((d + n) * panel_rows + r) for n in range(code.lanes)]
+            for n, row in enumerate(transpose(code, square)):
+                with code.if_then(r + n < rows):
+                    store_vector(code, row, to, row_offsets[r + n] + d, dtype)
+        with code.loop(full, count) as d, code.loop(0, rows) as r:
+            store(code, source[d * panel_rows + r], to, row_offsets[r] + d, dtype)
