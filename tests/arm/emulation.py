@@ -126,10 +126,11 @@ class Emulation:
     ) -> int:
         """Compile a program. Its number stands for the kernel's address, which is never called."""
         number = len(self.programs) + 1
-        program, machine, made = self.folder / str(number), jit.target_machine(target), source()
-        kernel = [self.folder / f"{number}-{n}.o" for n in range(1 + len(made.parts))]
-        for file, text in zip(kernel, (made.text, *(part() for part in made.parts.values())), strict=True):
-            file.write_bytes(jit.compile_object(text, machine))
+        program, machine = self.folder / str(number), jit.target_machine(target)
+        codes = [jit.compile_object(text, machine) for text in source().texts().values()]
+        kernel = [self.folder / f"{number}-{n}.o" for n in range(len(codes))]
+        for file, code in zip(kernel, codes, strict=True):
+            file.write_bytes(code)
         command = [COMPILER, "-O1", "-static", f"-DKERNEL={name}", str(DRIVER), *map(str, kernel)]
         subprocess.run([*command, "-o", str(program), "-lm"], check=True)
         self.programs.append(program)

@@ -111,8 +111,7 @@ def test_the_instructions_of_amx() -> None:
     target = targets.make_target("amx", "x86_64-unknown-linux-gnu")
     variant = variants.Variant("bfloat16", 1, tiles=True)
     source, machine = forward.source(variant, target, tile_forward.TileKernel), jit.target_machine(target)
-    modules = (source.text, *(part() for part in source.parts.values()))
-    assembly = "".join(machine.emit_assembly(llvm.parse_assembly(x)) for x in modules)
+    assembly = "".join(machine.emit_assembly(llvm.parse_assembly(x)) for x in source.texts().values())
     names = [line.split()[0] for line in assembly.splitlines() if line.strip()]
     used = [x for x in names if x.startswith(("ldtilecfg", "sttilecfg", "tile", "tdp")) and not x.endswith(":")]
     count = {x: used.count(x) for x in used}

@@ -34,7 +34,7 @@ CHECKSUM = hashlib.sha256().digest_size
 _LOCK = process_lock()  # around all that uses LLVM
 FOLDER = "cpu"  # of object files, in the user's cache
 _LOADED: list[Any] = []  # engines, which own the machine code
-_PARTS: dict[tuple[str, Target], bytes] = {}
+_PARTS: dict[tuple[str, Target], list[bytes]] = {}
 
 
 def hash_sources(package: Any) -> str:
@@ -71,27 +71,22 @@ def function_address(name: str, variant: Any, target: Target, source: "Callable[
 
 
 def kernel_objects(key: Any, target: Target, machine: Any, source: "Callable[[], Source]") -> list[bytes]:
-    """The object files of a kernel, parts first, from one file of the cache; they are made where there is none."""
+    """The object files of a kernel and of its parts, from one file of the cache; they are made where there is none."""
 
     def make() -> bytes:
         with collector_paused():
             made = source()
-        codes = [part_object(name, target, machine, text) for name, text in made.parts.items()]
-        return joined([*codes, compile_object(made.text, machine)])
+        of_parts = [part_objects(name, target, machine, of_part) for name, of_part in made.parts.items()]
+        parts = dict.fromkeys(itertools.chain.from_iterable(of_parts))  # each once
+        return joined([compile_object(made.text, machine), *parts])
 
     return split(found_or_made(key, target, make))
 
 
-def part_object(name: str, target: Target, machine: Any, text: Callable[[], str]) -> bytes:
-    """The object file of a part, which other kernels of this process and of others have, too."""
+def part_objects(name: str, target: Target, machine: Any, source: "Callable[[], Source]") -> list[bytes]:
+    """The same for a part, which other kernels of this process and of others have, too."""
     if (name, target) not in _PARTS:
-
-        def make() -> bytes:
-            with collector_paused():
-                source = text()
-            return compile_object(source, machine)
-
-        _PARTS[name, target] = found_or_made(name, target, make)
+        _PARTS[name, target] = kernel_objects(name, target, machine, source)
     return _PARTS[name, target]
 
 

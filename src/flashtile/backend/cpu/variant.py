@@ -52,6 +52,20 @@ class Variant(NamedTuple):
         return self.softcap or self.mask or terms or self.functions is not None
 
     @property
+    def without_features(self) -> "Variant":
+        """What code depends on that no feature changes: dtype, panels, products, and the units of scores, for which a
+        bias stands.
+        """
+        return Variant(
+            self.dtype,
+            self.vectors,
+            bias=self.real_dtype if self.natural_units else None,
+            row_values=self.row_values,
+            decode=self.decode,
+            tiles=self.tiles,
+        )
+
+    @property
     def functions(self) -> Formula | None:
         """The formulas of score_mod and mask function in one program: results of the former, then whether a pair is
         visible.

@@ -28,7 +28,7 @@ from .kernel import Kernel, kernel_source
 from .keys import KeyBlock, load_keys
 from .masking import Window, in_mask
 from .operands import BIT, Pointer, Value
-from .products import Panel, declare_accumulate, declare_scores, score_product
+from .products import Panel, declare_scores, score_product
 from .rng import apply_dropout
 from .scores import distance, final_score, product_gradient
 from .sums import ROWS_PER_CARRY, carry, carry_due, needs_totals
@@ -44,6 +44,7 @@ class BackwardKernel(Kernel):
     """Emits the code of one task."""
 
     SIZES = ("head_dim", "head_dim_v", "total_keys")
+    SHARED = ("clear_keys", "carry_keys", "load_rows", "compute_delta", "add_key_gradient")
 
     def buffers(self, *sizes: Any) -> Layout:
         return backward_layout(self.code.real_type, self.panel.rows, self.code.lanes, *sizes)
@@ -52,7 +53,6 @@ class BackwardKernel(Kernel):
     def declare_products(cls, code: Code, panel: Panel, variant: Variant) -> None:
         declare_scores(code, panel)
         declare_dq(code, panel, variant)
-        declare_accumulate(code, panel)
 
     def run(self, task_index: Value) -> None:
         """Loop over the sequences and key heads of a task."""

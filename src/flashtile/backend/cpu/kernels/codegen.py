@@ -7,7 +7,7 @@
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -42,7 +42,12 @@ class Source(NamedTuple):
     """
 
     text: str
-    parts: dict[str, Callable[[], str]]
+    parts: dict[str, Callable[[], "Source"]]
+
+    def texts(self) -> dict[str, str]:
+        """The IR of all parts, by name, and of the module itself, by ""."""
+        nested = [(name, part().texts()) for name, part in self.parts.items()]
+        return {"": self.text} | {of_part or name: x for name, found in nested for of_part, x in found.items()}
 
 
 class Code:
@@ -51,7 +56,7 @@ class Code:
     ir: Any  # llvmlite's builder
 
     def __init__(self, target: Target, real_type: llvm.Type, is_part: bool = False):
-        self.is_part, self.parts = is_part, dict[str, Callable[[Code], None]]()
+        self.is_part, self.parts = is_part, dict[str, dict[str, Callable[[Code], None]]]()
         self.module = llvm.Module("flashtile")
         self.module.triple = target.triple
         self.target, self.real_type = target, real_type
@@ -256,11 +261,16 @@ class Code:
         if outer is not None:
             self.ir = outer
 
-    def part(self, name: str, emit: "Callable[[Code], None]") -> None:
-        """Declare the functions that `emit` emits in a module of their own, by `part_function`."""
-        if name not in self.parts:
-            self.parts[name] = emit
+    def part(self, name: str, emit: "Callable[[Code], None]", member: str = "") -> None:
+        """Declare the functions that `emit` emits in a module of their own, by `part_function`, beside other members of
+        that part.
+        """
+        members = self.parts.setdefault(name, {})
+        if member not in members:
+            members[member] = emit
+            own, self.is_part = self.is_part, False
             emit(self)
+            self.is_part = own
 
     def part_function(self, name: str, *kinds: llvm.Type) -> Iterator[list[Value]]:
         """Emit a function of a part: a loop over its arguments, that runs once in the part's own module, and not at all
@@ -273,12 +283,16 @@ class Code:
             self.functions[name] = Function(llvm.Function(self.module, llvm.FunctionType(VOID, kinds), name), kinds)
 
     def source(self) -> Source:
-        def text_of(emit: Callable[[Code], None]) -> str:
+        def source_of(members: Iterable[Callable[[Code], None]]) -> Source:
             code = Code(self.target, self.real_type, is_part=True)
-            emit(code)
-            return str(code.module)
+            for emit in members:
+                emit(code)
+            return code.source()
 
-        parts = {f"{name} {self.real_type}": functools.partial(text_of, emit) for name, emit in self.parts.items()}
+        parts = {
+            " ".join((name, *members, str(self.real_type))): functools.partial(source_of, members.values())
+            for name, members in self.parts.items()
+        }
         return Source(str(self.module), parts)
 
     def function_start(self) -> Any:

@@ -36,6 +36,7 @@ class ForwardKernel(Kernel):
     """Emits the code of one task."""
 
     SIZES = ("panels", "head_dim", "head_dim_v")
+    SHARED = ("clear_totals", "carry", "softmax", "epilogue", "combine")
 
     def buffers(self, *sizes: Any) -> Layout:
         return forward_layout(self.code.real_type, self.panel.rows, *sizes)

@@ -49,10 +49,12 @@ class Kernel:
     """Base class of kernel generators: emits the code of one task, with its arguments, workspace and panel.
 
     Methods that `call` calls become functions of their own, once in a module: several passes of LLVM take more than
-    linear time in a function's length. They find the task in the workspace.
+    linear time in a function's length. They find the task in the workspace. Those in `SHARED` are parts, which all
+    kernels without their features have, too.
     """
 
     SIZES: tuple[str, ...]  # arguments that the sizes of buffers depend on
+    SHARED: tuple[str, ...]  # methods that depend on `variant.without_features` alone
     suffix: tuple[str, ...] = ()  # of the names of functions
 
     def __init__(self, code: Code, variant: Variant, panel: Panel, block: Value, base: Pointer):
@@ -81,15 +83,29 @@ class Kernel:
 
     def call(self, method: str, *args: Value | Pointer, **options: Any) -> None:
         """Call the function that `method(*args, **options)` emits; options are constants."""
-        code = self.code
+        code, make = self.code, type(self)
+        kinds = (ADDRESS, ADDRESS, *(x.ir.type for x in args))
+        pointers = [x.kind if isinstance(x, Pointer) else None for x in args]
+
+        def emit(code: Code, variant: Variant, parameters: list[Value]) -> None:
+            block, base, *values = parameters
+            kernel = make(code, variant, Panel(code, variant.vectors), block, code.pointer(base, BYTE))
+            given = [x if kind is None else code.pointer(x, kind) for x, kind in zip(values, pointers, strict=True)]
+            getattr(kernel, method)(*given, **options)
+
         name = "_".join(map(str, (method, *options.values(), *self.suffix)))
-        with code.shared_function(name, ADDRESS, ADDRESS, *(x.ir.type for x in args)) as parameters:
-            if parameters:
-                block, base, *values = parameters
-                kernel = type(self)(code, self.variant, self.panel, block, code.pointer(base, BYTE))
-                pairs = zip(args, values, strict=True)
-                given = [code.pointer(y, x.kind) if isinstance(x, Pointer) else y for x, y in pairs]
-                getattr(kernel, method)(*given, **options)
+        if method in self.SHARED:
+            variant = self.variant.without_features
+
+            def emit_part(code: Code) -> None:
+                for parameters in code.part_function(name, *kinds):
+                    emit(code, variant, parameters)
+
+            code.part(f"{make.__name__} {variant}", emit_part, name)
+        else:
+            with code.shared_function(name, *kinds) as parameters:
+                if parameters:
+                    emit(code, self.variant, parameters)
         code.call(name, self.block, self.base, *args)
 
     @contextmanager

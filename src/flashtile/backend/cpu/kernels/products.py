@@ -144,10 +144,6 @@ def strip_sizes(code: Code) -> tuple[int, ...]:
     return tuple(n for n in (4, 2, 1) if n <= code.target.vectors)
 
 
-def declare_accumulate(code: Code, panel: Panel) -> None:
-    code.part(f"accumulate_{panel.vectors}", lambda code: emit_accumulate(code, Panel(code, panel.vectors)))
-
-
 def emit_accumulate(code: Code, panel: Panel) -> None:
     """`accumulate_R_N(p, x, x_stride, y, y_stride, first, last, last_key)`: `y[j] += sum_r p[j, r] x[r]` over the
     panel's rows from `first` to `last`, exclusive, for R keys and N vectors of features. Here lanes run over features;
@@ -194,6 +190,7 @@ def accumulate(
     """`y [count, width] += p [count, panel] @ x [panel, width]` over `num_rows` rows, with `width` a multiple of the
     lanes. Rows before `first_row(j)` have p = 0 for the keys from `j` on, and are skipped.
     """
+    code.part(f"accumulate_{panel.vectors}", lambda code: emit_accumulate(code, Panel(code, panel.vectors)))
 
     def keys(j: Value, rows: int, last_key: Value) -> None:
         first = first_row(j)
