@@ -1,5 +1,5 @@
 """Formulas in a loop over keys. Each instruction has a stage, by the inputs that it depends on: instructions of rows
-alone are emitted before the loop, those of keys alone once for all rows of a key.
+alone are emitted before the loop, those of keys alone once for a vector of rows.
 """
 
 from typing import Any, NamedTuple
