@@ -57,7 +57,9 @@ def compile_to_ptx(arch: str) -> None:
     from triton.backends.nvidia import compiler
     from triton.runtime import driver
 
-    active, target = driver.active, GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    active: Any = driver.active
+    backend: Any = compiler.CUDABackend
+    target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
     properties = active.utils.get_device_properties
     most = {"max_shared_mem": SHARED_MEMORY[arch] * 1024}
 
@@ -67,4 +69,4 @@ def compile_to_ptx(arch: str) -> None:
 
     active.get_current_target = lambda: target
     active.utils.get_device_properties = lambda index: {**properties(index), **most}
-    compiler.CUDABackend.make_cubin = make_cubin
+    backend.make_cubin = make_cubin
