@@ -53,9 +53,9 @@ def install_inherited() -> None:
 
 def compile_to_ptx(arch: str) -> None:
     """Let Triton compile to PTX of an architecture, within the shared memory that it has."""
-    from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia import compiler
-    from triton.runtime import driver
+    from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
+    from triton.backends.nvidia import compiler  # pyright: ignore[reportMissingImports]
+    from triton.runtime import driver  # pyright: ignore[reportMissingImports]
 
     active: Any = driver.active
     backend: Any = compiler.CUDABackend
