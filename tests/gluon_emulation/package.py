@@ -50,7 +50,7 @@ def triton_modules() -> dict[str, ModuleType]:
         return substitute
 
     gluon = "triton.experimental.gluon"
-    core = module("_core", builtin=builtin, _unwrap_if_constexpr=lambda x: x)
+    core = module("_core", builtin=builtin, tuple=list, _unwrap_if_constexpr=lambda x: x)
     of_language = {name: x for name, x in vars(language).items() if not name.startswith("_")}
     return {
         "triton": module("triton", jit=jit, constexpr_function=lambda f: f, language=triton_language),

@@ -44,7 +44,7 @@ CHOSEN = (  # and the number of warpgroups
     ("full", 64, LONG, 3), ("causal", 64, LONG, 3), ("sinks", 128, SHORT, 2), ("packed everything 64", 64, SHORT, 2),
     ("causal", 96, SHORT, 2), ("causal", 96, LONG, 3), ("packed 256", 256, SHORT, 2),
     ("causal", 80, SHORT, 2), ("full", 80, LONG, 3), ("causal", 160, SHORT, 2), ("full", 64, FEW, 1),
-    ("full", 128, FEW, 3), (BIAS_TILES, 32, SHORT, 1), ("packed 64", 64, SHORT, 1),
+    ("full", 128, FEW, 2), (BIAS_TILES, 32, SHORT, 1), ("packed 64", 64, SHORT, 1),
 )  # fmt: skip
 BACKWARD = (("packed 64", 64, SHORT), ("causal", 80, SHORT), ("packed 96", 96, SHORT), ("packed 128", 128, SHORT))
 LATE_DQ = (("full", 64, 512), ("full", 96, 8192), ("causal", 64, 2048), ("causal", 80, 2048), ("causal", 96, 2048))

@@ -11,7 +11,7 @@ from offline.families import most_registers
 from offline.mma import MOST_SPILLED, PLAIN, feature_calls, launches_of_mma
 
 from flashtile.backend.gpu import block_lists
-from flashtile.backend.triton.plan.families import SHARED_MEMORY
+from flashtile.backend.gpu.chips import SHARED_MEMORY
 
 
 @pytest.mark.parametrize(
