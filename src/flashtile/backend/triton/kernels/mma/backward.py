@@ -6,11 +6,9 @@ products a tile, where `dkdv` and `dq` take seven. Written in Gluon, because wha
 stay in shared memory: Triton keeps the fragments of keys and values in registers, which have no room for them.
 """
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton.language as tl
-from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -26,36 +24,16 @@ from .from_sums import first_row
 from .tiles import (
     add_product,
     begin_copy,
-    copies_layout,
     copy_rows,
     inner_products,
-    numbers_layout,
+    layouts_of,
     padded,
     plain,
-    products_layout,
     store_rows,
     swizzled,
     visit,
     zeros,
 )
-
-
-@dataclass(frozen=True)
-class Layouts:
-    """Layouts of a program, where pairs are `[N, M]`."""
-
-    pairs: Any
-    keys: Any  # sums `[N, D]`
-    rows: Any  # sums `[M, D]`
-    copies: Any  # of rows to and from memory
-    stats: Any  # of statistics `[M]`
-
-
-@constexpr_function
-def layouts_of(M, D, WARPS):
-    down = min(WARPS, 4)
-    keys, rows = products_layout(down, WARPS), products_layout(min(down, M // 16), WARPS)
-    return Layouts(keys, keys, rows, copies_layout(D, WARPS), numbers_layout(WARPS))
 
 
 class Buffers(NamedTuple):
@@ -94,11 +72,11 @@ def backward_kernel(
     DV: gl.constexpr = CONFIG.HEAD_DIM_V
     WARPS: gl.constexpr = CONFIG.NUM_WARPS
     STAGES: gl.constexpr = CONFIG.STAGES
-    LAYOUTS: gl.constexpr = layouts_of(M, D, WARPS)
-    KEYS: gl.constexpr = LAYOUTS.keys
+    LAYOUTS: gl.constexpr = layouts_of(min(WARPS, 4), min(WARPS, 4, M // 16), D, WARPS)
+    PAIRS: gl.constexpr = LAYOUTS.pairs
     dtype: gl.constexpr = k.data.dtype.element_ty
     lengths = params.lengths
-    index = gl.arange(0, CONFIG.BLOCK_B, layout=LAYOUTS.stats)
+    index = gl.arange(0, CONFIG.BLOCK_B, layout=LAYOUTS.numbers)
     work = work_tile(
         gl.program_id(0), lengths.num_tiles, lengths.num_heads_k, lengths.cu_seqlens_k, None, lengths.batch,
         lengths.total_k, 0, 1, N, index, FIRST_FIRST=True,
@@ -137,7 +115,7 @@ def backward_kernel(
         bounds = row_bounds(params.window, keys, shift, exists, seqlen_q)
         stride_q, stride_dout = elements(q.stride_m, ALIGN), elements(dout.stride_m, ALIGN)
         dq_row = first_row(offset_q, work.sequence, lengths.cu_seqlens_q, M) * (D.CHUNK_0 + D.CHUNK_1)
-        dk_j, dv_j = zeros(N, D, KEYS), zeros(N, DV, KEYS)
+        dk_j, dv_j = zeros(N, D, PAIRS), zeros(N, DV, PAIRS)
         for g in range(lengths.num_heads_q // lengths.num_heads_k):
             head = work.head * (lengths.num_heads_q // lengths.num_heads_k) + g
             info = head_info(params, b, head, shift)
@@ -154,12 +132,11 @@ def backward_kernel(
             )
 
         async_copy.wait_group(0)  # keys without rows have not: `store_rows` may use the same shared memory
-        dv_scale = 1.0 if params.dropout.threshold is None else params.dropout.keep_scale
         stride_dk, stride_dv = elements(dk.stride_n, ALIGN), elements(dv.stride_n, ALIGN)
         dk_rows = HeadRows(head_pointer(dk, b, work.head, ALIGN) + work.offset * stride_dk, stride_dk)
         dv_rows = HeadRows(head_pointer(dv, b, work.head, ALIGN) + work.offset * stride_dv, stride_dv)
         store_rows(dk_rows, work.start, work.seqlen, dk_j, scale, D, LAYOUTS)
-        store_rows(dv_rows, work.start, work.seqlen, dv_j, dv_scale, DV, LAYOUTS)
+        store_rows(dv_rows, work.start, work.seqlen, dv_j, 1.0, DV, LAYOUTS)
 
 
 @gluon.jit
@@ -226,7 +203,7 @@ def load_q(buffers, rows, at, stage, LAYOUTS: gl.constexpr, CONFIG: gl.constexpr
     M: gl.constexpr = CONFIG.BLOCK_M
     D: gl.constexpr = CONFIG.HEAD_DIM
     copy_rows(buffers.q.index(stage), rows.q, at.start, rows.seqlen, D, LAYOUTS)
-    row = at.start + gl.arange(0, M, layout=LAYOUTS.stats)
+    row = at.start + gl.arange(0, M, layout=LAYOUTS.numbers)
     pointers = rows.stats + (2 * row if CONFIG.NATURAL else row)
     begin_copy(buffers.stats.index(stage), pointers, mask=row < rows.seqlen)
     if CONFIG.NATURAL:

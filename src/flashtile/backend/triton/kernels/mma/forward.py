@@ -1,10 +1,8 @@
 """FlashAttention-2's forward pass (Dao, "FlashAttention-2", 2023, algorithm 1) for chips with mma.sync, in Gluon."""
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton.language as tl
-from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
@@ -20,31 +18,15 @@ from ..sequences import key_seqlen, query_tile
 from ..softmax import INFINITY, LOG2E, RowState
 from .tiles import (
     K_STEP,
-    copies_layout,
     copy_rows,
     inner_products,
-    numbers_layout,
+    layouts_of,
     padded,
-    products_layout,
     store_rows,
     swizzled,
     visit,
     zeros,
 )
-
-
-@dataclass(frozen=True)
-class Layouts:
-    """Layouts of a program, where pairs are `[M, N]`."""
-
-    pairs: Any  # and sums `[M, D]`
-    copies: Any  # of rows to and from memory
-    numbers: Any
-
-
-@constexpr_function
-def layouts_of(D, WARPS):
-    return Layouts(products_layout(WARPS, WARPS), copies_layout(D, WARPS), numbers_layout(WARPS))
 
 
 class Buffers(NamedTuple):
@@ -75,7 +57,7 @@ def forward_kernel(
     D: gl.constexpr = CONFIG.HEAD_DIM
     DV: gl.constexpr = CONFIG.HEAD_DIM_V
     STAGES: gl.constexpr = CONFIG.STAGES
-    LAYOUTS: gl.constexpr = layouts_of(D, CONFIG.NUM_WARPS)
+    LAYOUTS: gl.constexpr = layouts_of(CONFIG.NUM_WARPS, CONFIG.NUM_WARPS, D, CONFIG.NUM_WARPS)
     PAIRS: gl.constexpr = LAYOUTS.pairs
     ROWS: gl.constexpr = gl.SliceLayout(1, PAIRS)
     dtype: gl.constexpr = q.data.dtype.element_ty

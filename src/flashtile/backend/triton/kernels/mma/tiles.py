@@ -1,11 +1,13 @@
 """Tiles of chips whose matrix units take their operands from registers (mma.sync), in Gluon: rows in shared memory,
 which copies fill while others are used, and products that read their operands from there a step at a time.
 
-Triton would keep the fragments of a loop's invariants in registers, which have no room for them. The functions of
-scores and masks are those of the kernels in Triton's own language: called from Gluon, they compute in its layouts.
+Triton would keep the fragments of a loop's invariants in registers, which have no room for them. One set of functions
+of scores and masks serves these kernels and the ones in Triton's own language: called from Gluon, they compute in its
+layouts.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import triton.language as tl
 from triton import constexpr_function
@@ -27,23 +29,32 @@ class Visit(NamedTuple):
     masked: tl.tensor  # whether some of its pairs are hidden
 
 
+@dataclass(frozen=True)
+class Layouts:
+    """Layouts of a program."""
+
+    pairs: Any  # and sums of the block that a program owns
+    rows: Any  # sums of a block of rows
+    copies: Any  # of rows to and from memory
+    numbers: Any  # one a thread
+
+
+@constexpr_function
+def layouts_of(down, of_rows, D, WARPS):
+    """Products of pairs with so many warps below each other, and those of sums of rows with `of_rows`."""
+    across = padded(D) // 8  # threads that copy a row, 16 bytes each
+    return Layouts(
+        products_layout(down, WARPS),
+        products_layout(of_rows, WARPS),
+        gl.BlockedLayout([1, 8], [32 // across, across], [WARPS, 1], [1, 0]),
+        gl.BlockedLayout([1], [32], [WARPS], [0]),
+    )
+
+
 @constexpr_function
 def products_layout(down, WARPS):
-    """Sums of products, with so many warps below each other."""
+    """With so many warps below each other."""
     return gl.NVMMADistributedLayout([2, 0], [down, WARPS // down], [16, 8])
-
-
-@constexpr_function
-def copies_layout(D, WARPS):
-    """Rows to and from memory, 16 bytes a thread."""
-    across = padded(D) // 8
-    return gl.BlockedLayout([1, 8], [32 // across, across], [WARPS, 1], [1, 0])
-
-
-@constexpr_function
-def numbers_layout(WARPS):
-    """A number a thread."""
-    return gl.BlockedLayout([1], [32], [WARPS], [0])
 
 
 @constexpr_function
