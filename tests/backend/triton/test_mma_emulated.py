@@ -100,6 +100,19 @@ def test_an_output_that_is_given(first: int) -> None:
     torch.testing.assert_close(out, expected, atol=2e-3, rtol=2e-3)
 
 
+def test_a_stride_that_no_address_depends_on() -> None:
+    """Of one sequence, which is no multiple of a vector."""
+    case = dense(causal=True)
+    q = case.arguments["q"][:1]
+    one = {name: x[:1] for name, x in case.arguments.items() if name in "qkv"}
+    one["q"] = q.contiguous().as_strided(q.shape, (q.numel() + 1, *q.contiguous().stride()[1:]))
+    with emulated(SMALL) as launched:
+        found = flashtile.attention(**one, causal=True, backend="triton")
+    assert launched == ["mma.forward"]
+    expected = flashtile.attention(**one, causal=True, backend="reference")
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_rows_that_no_copy_can_read(name: str) -> None:
     """Another kernel reads them."""

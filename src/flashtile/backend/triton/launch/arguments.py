@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ....call.call import Call
 from ....call.problem import LONGEST, power_of_two
+from ....call.problem import alignment as byte_alignment
 from ...gpu.captured import captured_pointers, captured_scalars
 from ...gpu.pairs import ALIGN, pair_align, pair_pointers, pair_scalars
 from ...gpu.pointers import Described
@@ -36,8 +37,9 @@ def alignment(tensors: list[Tensor]) -> int:
     """The largest number of elements, up to 16 bytes, that divides every stride between rows."""
     bits = 16 // tensors[0].element_size()
     for x in tensors:
-        for stride in x.stride()[:-1]:
-            bits |= stride
+        for stride, n in zip(x.stride()[:-1], x.shape[:-1], strict=True):
+            if n > 1:  # or else no address depends on it
+                bits |= stride
     return bits & -bits
 
 
@@ -266,8 +268,8 @@ def aligned_rows(x: Tensor) -> Tensor:
 
 
 def is_aligned(x: Tensor) -> bool:
-    """Whether 16 bytes divide the address of each row of 16-bit numbers, whose features are contiguous."""
-    return x.data_ptr() % 16 == 0 and alignment([x]) == 16 // x.element_size()
+    """Whether 16 bytes divide the address of each row, whose features are contiguous."""
+    return byte_alignment(x) == 16
 
 
 def num_tiles(call: Call, block: int, pack_gqa: int = 1) -> int:
