@@ -40,9 +40,10 @@ def test_a_feature_of_pairs_has_the_smaller_tiles_alone() -> None:
 
 
 def test_other_chips_have_one_tile() -> None:
-    for device in (A100._replace(arch="sm_100"), A100._replace(arch="gfx942")):
-        assert not any(x.forward.mma or x.one_loop for x in tiles(problem(), device))
-    assert len({x.forward for x in tiles(problem(), device)}) == 1
+    for arch in ("sm_100", "gfx942"):
+        for needs in (None, QKV):
+            assert not any(x.forward.mma or x.one_loop for x in tiles(problem(), A100._replace(arch=arch), needs))
+    assert len({x.forward for x in tiles(problem(), A100._replace(arch="gfx942"))}) == 1
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_120"])

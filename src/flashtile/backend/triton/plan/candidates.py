@@ -18,6 +18,7 @@ from . import tables
 from .cost import fits, programs_of_core
 from .families import MIN_COPY_BYTES, has_most, has_pairs, has_room, misaligned, needs_room, reads_pairs, takes_mma
 
+Table = tuple[tuple[int, KernelConfig], ...]  # tiles by the most features of their kernels
 SPLITS = (1, 2, 4, 8, 16, 32, 64)  # constants of the kernels, each with kernels of its own
 ALIGNED = 16  # bytes of one asynchronous copy
 BY_PYTORCH = {False: "PyTorch's", True: "PyTorch's, of bfloat16 parts"}  # of float32
@@ -137,13 +138,8 @@ def backward(problem: Problem, device: Device) -> Iterator[TileConfig]:
     if row.dq == tables.LARGE and not needs_room(p, device):
         yield from of_float32(plain, p)
     else:
-        of_keys, of_rows = (
-            (tables.MORE_DKDV, tables.MORE_DQ)
-            if has_most(p.dtype, device)
-            else (tables.MMA_SYNC_DKDV, tables.MMA_SYNC_DQ)
-        )
-        for dkdv in more(row.dkdv, of_keys, p, device):
-            for dq in more(row.dq, of_rows, p, device):
+        for dkdv in more(row.dkdv, tables.MORE_DKDV, tables.MMA_SYNC_DKDV, p, device):
+            for dq in more(row.dq, tables.MORE_DQ, tables.MMA_SYNC_DQ, p, device):
                 yield plain._replace(dkdv=dkdv, dq=dq)
     if not p.deterministic:
         for loop in mma_tiles(tables.MMA_ONE_LOOP, "one loop", p, device):
@@ -166,27 +162,23 @@ def of_float32(plain: TileConfig, problem: Problem) -> Iterator[TileConfig]:
             yield plain._replace(dkdv=tables.SPLIT_DKDV, dq=dq)
 
 
-def more(
-    tile: KernelConfig, table: tuple[tuple[int, KernelConfig], ...], problem: Problem, device: Device
-) -> list[KernelConfig]:
-    """The tile, and others of plain calls."""
+def more(tile: KernelConfig, most: Table, mma_sync: Table, problem: Problem, device: Device) -> list[KernelConfig]:
+    """The tile, and others of plain calls, on chips with the most shared memory or with mma.sync."""
     p = problem
-    measured = p.dtype is not torch.float32 and (has_most(p.dtype, device) or device.arch in MMA_SYNC)
-    if not measured or needs_room(p, device) or p.softcap or p.score_mod or p.mask_mod:
+    if p.dtype is torch.float32 or needs_room(p, device) or p.softcap or p.score_mod or p.mask_mod:
         return [tile]
+    table = most if has_most(p.dtype, device) else mma_sync if device.arch in MMA_SYNC else ()
     return [tile, *(other for other in fitting(table, p) if other != tile)]
 
 
-def mma_tiles(
-    table: tuple[tuple[int, KernelConfig], ...], kernel: str, problem: Problem, device: Device
-) -> list[KernelConfig]:
+def mma_tiles(table: Table, kernel: str, problem: Problem, device: Device) -> list[KernelConfig]:
     """The tiles of a kernel of `kernels.mma` that a chip has the shared memory for."""
     if not takes_mma(problem, device):
         return []
     return [tile for tile in fitting(table, problem) if fits(problem, device, tile, kernel)]
 
 
-def fitting(table: tuple[tuple[int, KernelConfig], ...], problem: Problem) -> tuple[KernelConfig, ...]:
+def fitting(table: Table, problem: Problem) -> tuple[KernelConfig, ...]:
     """The tiles of the narrowest width that holds the problem's."""
     width = max(problem.head_dim, problem.head_dim_v)
     least = min((most for most, _ in table if most >= width), default=0)
