@@ -82,7 +82,8 @@ def imported(name: str, folder: Path) -> ModuleType:
         importlib.import_module(f"{name}.launch.backward")
         for source in sorted((folder / "kernels").rglob("*.py")):
             importlib.import_module(".".join((name, *source.relative_to(folder).with_suffix("").parts)))
-        loaded = {other: module for other, module in sys.modules.items() if other.startswith(name)}
+        # What it shares with the package itself stays too: a second copy would have other classes.
+        loaded = {other: module for other, module in sys.modules.items() if other.startswith("flashtile.")}
     sys.modules.update(loaded)
     return entry
 
