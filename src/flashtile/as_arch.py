@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .backend.gpu.chips import MMA_SYNC, SHARED_MEMORY
+from .call import device
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89")
 ARCH_VARIABLE = "FLASHTILE_AS_ARCH"  # of processes that commands start
@@ -29,8 +30,6 @@ def install(arch: str) -> None:
     major, minor = torch.cuda.get_device_capability()
     if major * 10 + minor < int(arch.removeprefix("sm_")):
         raise RuntimeError(f"this GPU is sm_{major}{minor}, which is older than {arch}")
-    from .call import device
-
     if device._describe.cache_info().currsize:
         raise RuntimeError("calls have already been planned for this GPU: start another process")
     os.environ[ARCH_VARIABLE] = arch
