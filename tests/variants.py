@@ -244,6 +244,7 @@ VARIANTS = {
     "paged everything": Variant(EVERYTHING, FP16, layout="paged", page_size=3),
     "hdim 40/1, twenty queries": Variant(CAUSAL, FP16, 40, 1, heads=(4, 2), seqlen_q=20),
     "one query": Variant(CAUSAL, head_dim=128, heads=(8, 2), seqlen_q=1),
+    "hdim 512, sixteen rows": Variant(CAUSAL, head_dim=512, heads=(8, 2), seqlen_q=4, longest=130),
     "packed chunks, rows unused": Variant(
         all_of(fixed(attention_chunk=21), bias(True, False, True, True), slopes_of_sequences, sinks),
         FP16,

@@ -14,7 +14,7 @@ FAMILIES = (
     "fp32 hdim 128", "softcap", "bias", "bias of heads and keys", "mask", "slopes", "dropout", "everything", "short",
     "short everything", "few rows", "few keys", "packed",
     "packed, hdim 48 apart", "packed everything", "paged", "one query",
-    "hdim 40/1, twenty queries", "bias, hdim 32, whole blocks",
+    "hdim 40/1, twenty queries", "hdim 512, sixteen rows", "bias, hdim 32, whole blocks",
 )  # fmt: skip
 
 

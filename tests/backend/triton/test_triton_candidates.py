@@ -1,6 +1,7 @@
 """The candidates of problems: kernels that hold them. Needs neither Triton nor a GPU."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from calls import dense_call
 
+from flashtile.backend.gpu.chips import SHARED_MEMORY
 from flashtile.backend.triton import support
 from flashtile.backend.triton.plan import candidates, tables
 from flashtile.backend.triton.plan.cost import fits
@@ -44,6 +46,17 @@ def test_other_chips_have_one_tile() -> None:
         for needs in (None, QKV):
             assert not any(x.forward.mma or x.one_loop for x in tiles(problem(), A100._replace(arch=arch), needs))
     assert len({x.forward for x in tiles(problem(), A100._replace(arch="gfx942"))}) == 1
+
+
+@pytest.mark.parametrize("arch", [x for x in SHARED_MEMORY if x.startswith("sm_")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_few_rows_of_wide_heads_have_the_shared_memory(arch: str, dtype: torch.dtype) -> None:
+    """Triton refuses other kernels when they are launched."""
+    device = A100._replace(arch=arch)
+    for width, group, rows in product((128, 256, 320, 512), (1, 3, 16, 128), (1, 5, 16, 64)):
+        lengths = {"seqlen_q": rows, "seqlen_k": 64, "num_heads_q": group, "num_heads_kv": 1}
+        given = problem(head_dim=width, head_dim_v=width, dtype=dtype, **lengths)
+        assert all(fits(given, device, x.forward, "forward") for x in tiles(given, device)), (width, group, rows)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_120"])

@@ -25,6 +25,7 @@ BY_PYTORCH = {False: "PyTorch's", True: "PyTorch's, of bfloat16 parts"}  # of fl
 KEYS_TIMES_WIDTH, FEW = 8192, 16  # of a tile that decodes; rows above which products take time too
 WIDE_FLOAT32, WIDE_HALF = 128, 256  # head dimensions above which tiles are too small to be fast
 MOST_KEYS = 2**16  # of a row of products, which one program reads
+PAIRS_BYTES = 4096  # of shared memory beside rows and probabilities, for a feature of few rows
 SHORT = 64  # rows and keys of a sequence that is one small tile
 MOST_WITH_FEATURES = 64  # rows or keys of a block; a feature of each pair makes larger ones spill
 SHORT_PAIRS, INTERPRETER_PAIRS = 64 * 128, 16 * 16  # of a tile that is a whole sequence in backward
@@ -76,14 +77,15 @@ def few_rows(tiles: TileConfig, width: int, problem: Problem, device: Device) ->
     programs share its keys.
     """
     p, group = problem, group_of(problem)
-    base = few_rows_tile(tiles.forward, width, p, device)
+    base = within_memory(few_rows_tile(tiles.forward, width, p, device), p, device)
     found = [base]
     if loads_ahead(p, device):
         uneven = p.pages is not None and p.pages.several  # one warp lacks registers for the addresses of pages
         if base.block_m == tables.ONE_WARP.block_m and width_of(p) <= tables.ONE_WARP_WIDTH and not uneven:
             found.append(tables.ONE_WARP)
         if p.layout == "dense" and p.seqlen_q > 1 and max(p.seqlen_q, p.seqlen_k) <= SHORT:
-            found.append(base._replace(block_m=max(16, base.block_m), block_n=SHORT, num_stages=1))
+            whole = base._replace(block_m=max(16, base.block_m), block_n=SHORT, num_stages=1)
+            found.append(within_memory(whole, p, device))
     for tile in dict.fromkeys(found):
         chosen = tiles._replace(forward=tile, pack_gqa=group, given_splits=None if tile == base else base)
         blocks = -(-max(p.seqlen_q, 1) * group // tile.block_m)
@@ -119,6 +121,14 @@ def few_rows_tile(shipped: KernelConfig, width: int, problem: Problem, device: D
     if block_m > FEW:
         return KernelConfig(block_m, 64 if width <= 128 else max(16, block_n // 2), 4, 3)
     return KernelConfig(block_m, min(64, max(16, 4 * block_n)), 2 if width_of(problem) <= 96 else 4, 3)
+
+
+def within_memory(tile: KernelConfig, problem: Problem, device: Device) -> KernelConfig:
+    """The tile, or with fewer keys and then fewer rows one that a chip has the shared memory for."""
+    while not fits(problem, device, tile, "forward", PAIRS_BYTES) and max(tile.block_m, tile.block_n) > 16:
+        side = "block_n" if tile.block_n > 16 else "block_m"
+        tile = tile._replace(**{side: getattr(tile, side) // 2})
+    return tile
 
 
 def loads_ahead(problem: Problem, device: Device) -> bool:

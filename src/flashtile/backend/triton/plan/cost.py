@@ -52,9 +52,9 @@ def shared_bytes(problem: Problem, tile: KernelConfig, kernel: str) -> int:
     return 2 * (tile.block_n * (width + width_v) + rows + 2 * tile.block_m * tile.block_n)
 
 
-def fits(problem: Problem, device: Device, tile: KernelConfig, kernel: str) -> bool:
-    """Whether a chip has the shared memory of a program."""
-    return shared_bytes(problem, tile, kernel) <= memory_of(device) * 1024
+def fits(problem: Problem, device: Device, tile: KernelConfig, kernel: str, more: int = 0) -> bool:
+    """Whether a chip has the shared memory of a program, and so many bytes more."""
+    return shared_bytes(problem, tile, kernel) + more <= memory_of(device) * 1024
 
 
 def name_of(kernel: str, problem: Problem, tile: KernelConfig) -> str:
