@@ -7,6 +7,7 @@ order that the copy engine makes (docs/journal/2026-11-22-hopper-checks.md). No 
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,7 +20,9 @@ import torch
 from torch import Tensor
 
 import flashtile
+from flashtile.as_arch import ARCH_VARIABLE, install_inherited
 
+OWN = "triton" if ARCH_VARIABLE in os.environ else "hopper"  # the chip's own kernels
 FOUND = 9  # exit status where a tool finds something
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 PLACE = re.compile(r" at (\w+)\+0x[0-9a-f]+(?: in (\S+))?")  # a kernel, and a line of its source if it is ours
@@ -37,7 +40,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
 
 def widths() -> None:
     for d, d_v in ((24, 24), (32, 32), (72, 72), (88, 88), (160, 160), (192, 128)):
-        attend(rows(1, 2, 300, d), rows(1, 2, 333, d), rows(1, 2, 333, d_v), backend="hopper")
+        attend(rows(1, 2, 300, d), rows(1, 2, 333, d), rows(1, 2, 333, d_v), backend=OWN)
 
 
 def groups() -> None:
@@ -45,7 +48,7 @@ def groups() -> None:
     for d, heads in ((64, 7), (128, 8)):
         for deterministic in (False, True):
             q, k, v = rows(1, heads, 2300, d), rows(1, 1, 2300, d), rows(1, 1, 2300, d)
-            attend(q, k, v, causal=True, deterministic=deterministic, backend="hopper")
+            attend(q, k, v, causal=True, deterministic=deterministic, backend=OWN)
 
 
 def features() -> None:
@@ -58,8 +61,8 @@ def features() -> None:
         options: list[dict[str, Any]] = [{"bias": bias}, {"mask": mask}, {"alibi_slopes": slopes}]
         options += [{"sinks": sinks, "dropout_p": 0.1}, *[{"softcap": 20.0}] * (d == 128)]
         for some in options:
-            attend(q, k, v, backend="hopper", **some)
-    for d, backend in ((64, "hopper"), (160, "hopper"), (64, "triton")):  # with what lse loses of a large term
+            attend(q, k, v, backend=OWN, **some)
+    for d, backend in ((64, OWN), (160, OWN), (64, "triton")):  # with what lse loses of a large term
         q, k, v = (rows(1, 2, n, d) for n in (300, 333, 333))
         attend(q, k, v, score_mod=lambda s, b, h, i, j: s - 0.1 * (i - j).abs(), backend=backend)
         with torch.no_grad():
@@ -131,6 +134,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="a JSON file for the findings")
     parser.add_argument("--run", choices=GROUPS, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    install_inherited()
     if options.run:
         GROUPS[options.run]()
         torch.cuda.synchronize()

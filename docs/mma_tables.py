@@ -1,5 +1,6 @@
-"""The table of `benchmarks/results/mma-sync.jsonl` that docs/make_tables.py fills: sm_80's code on a newer GPU."""
+"""Tables of sm_80's code on a newer GPU that docs/make_tables.py fills."""
 
+import csv
 import json
 import math
 import statistics
@@ -7,6 +8,7 @@ from collections import defaultdict
 
 from cells import RESULTS, markdown
 
+SPECIAL = {"window", "mask", "score_mod", "bias", "lengths"}
 PEERS = {"sdpa:flash": "FlashAttention-2", "sdpa:efficient": "efficient"}
 
 
@@ -15,9 +17,9 @@ def compared() -> str:
     found: defaultdict[tuple[int, str], defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for line in (RESULTS / "mma-sync.jsonl").read_text().splitlines():
         row = json.loads(line)
-        if "cell" not in row:
+        cell = row.get("cell")
+        if cell is None or SPECIAL & cell.keys() or cell.get("measure") == "decode":
             continue
-        cell = row["cell"]
         times = {x["provider"]: statistics.median(x["samples"]) for x in row["rows"] if x["status"] == "ok"}
         for peer in PEERS.keys() & times.keys():
             kind = cell.get("head_dim", 64), cell.get("measure", "forward")
@@ -31,4 +33,17 @@ def compared() -> str:
     return markdown(("", "head dimension", "calls", *PEERS.values()), body)
 
 
-TABLES = {"mma_sync": compared}
+def read_rates() -> str:
+    """Time of a plain read relative to that of decoding, by page size."""
+    with (RESULTS / "read-rate-sm80.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    sizes = dict.fromkeys(row["page_size"] for row in rows)
+    found: defaultdict[tuple[str, ...], dict[str, str]] = defaultdict(dict)
+    for row in rows:
+        found[row["batch"], row["seqlen_k"], row["head_dim"]][row["page_size"]] = f"{float(row['share']):.2f}"
+    names = [f"pages of {x}" if x else "one piece" for x in sizes]
+    body = [[*shape, *(shares[x] for x in sizes)] for shape, shares in found.items()]
+    return markdown(("batch", "keys", "head dimension", *names), body)
+
+
+TABLES = {"mma_sync": compared, "mma_sync_decode": read_rates}

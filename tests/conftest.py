@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from flashtile.as_arch import install_inherited
+
 # Examples are the same on every run, so that failures repeat. `--hypothesis-profile=thorough` searches for new ones.
 slow_is_fine = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile(
@@ -17,6 +19,8 @@ settings.register_profile(
     "thorough", max_examples=3000, deadline=None, suppress_health_check=slow_is_fine, print_blob=True
 )
 settings.load_profile("default")
+
+install_inherited()  # with FLASHTILE_AS_ARCH=sm_80, tests on a GPU compile as for that chip
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)

@@ -69,3 +69,14 @@ def compile_to_ptx(arch: str) -> None:
     active.get_current_target = lambda: target
     active.utils.get_device_properties = lambda index: {**properties(index), **most}
     backend.make_cubin = make_cubin
+    compile_with_inductor(divmod(target.arch, 10))
+
+
+def compile_with_inductor(capability: tuple[int, int]) -> None:
+    """Let `torch.compile` choose its Triton kernels for a capability, and compile them in this process."""
+    from torch._inductor import config
+
+    torch.cuda.get_device_capability = lambda device=None: capability
+    config.compile_threads = 1
+    config.use_static_cuda_launcher = False  # it loads files of machine code
+    config.fx_graph_cache = False  # its keys do not have the capability
