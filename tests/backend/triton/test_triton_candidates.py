@@ -35,7 +35,7 @@ def tiles(given: Problem, device: Device = H200, needs: Needs | None = None) -> 
 
 def test_a_feature_of_pairs_has_the_smaller_tiles_alone() -> None:
     """Others were measured without one, and their registers and shared memory are full."""
-    assert len({x.forward for x in tiles(problem())}) > 1
+    assert {x.forward for x in tiles(problem())} == {KernelConfig(64, 64, 4, 3)}
     for changes in ({"dropout": True}, {"features": PAIRS}, {"features": Features(alibi_slopes=True)}):
         assert {x.forward for x in tiles(problem(**changes))} == {KernelConfig(128, 64, 8, 3)}
         assert len({(x.dkdv, x.dq) for x in tiles(problem(**changes), needs=QKV)}) == 1
@@ -134,7 +134,7 @@ def test_one_warp_has_no_pages() -> None:
 @pytest.mark.parametrize(
     ("rows", "keys", "width", "walks"),
     [
-        (49, 49, 64, {None, "keys"}), (128, 64, 64, {None}), (128, 128, 64, set()), (64, 128, 128, {"keys"}),
+        (49, 49, 64, {None, "keys"}), (128, 64, 64, {None}), (128, 128, 64, set()), (64, 128, 128, set()),
         (7, 4096, 64, {"keys"}), (4096, 7, 16, {"rows"}), (200, 200, 32, {"rows", "keys"}), (4096, 77, 64, set()),
     ],
 )  # fmt: skip

@@ -41,19 +41,19 @@ def forward(problem: Problem, device: Device) -> Iterator[tuple[TileConfig, int]
     if is_decoding(p, large_groups=has_most(p.dtype, device)):
         yield from few_rows(plain, row.width, p, device)
         return
-    yield plain, 1
+    yield from ((plain._replace(forward=tile), 1) for tile in forward_tiles(row.forward, p, device))
     for tile in mma_tiles(tables.MMA_FORWARD, "forward", p, device):
         yield plain._replace(forward=tile, given_splits=row.forward), 1
+
+
+def forward_tiles(tile: KernelConfig, problem: Problem, device: Device) -> tuple[KernelConfig, ...]:
+    """The tile that serves all features; of plain calls the tiles that were measured, where there are any."""
+    p = problem
     if device.type == "cpu" or needs_room(p, device):
-        return
-    tiles: tuple[KernelConfig, ...] = ()
+        return (tile,)
     if has_most(p.dtype, device):
-        tiles = fitting(tables.MORE_FORWARD, p)
-    elif row.forward == tables.LARGE:
-        tiles = tables.MORE_SINGLE
-    for tile in tiles:
-        if tile != row.forward:
-            yield plain._replace(forward=tile), 1
+        return fitting(tables.PLAIN_FORWARD, p) or (tile,)
+    return (tile, *tables.MORE_SINGLE) if tile == tables.LARGE else (tile,)
 
 
 def multiplies(problem: Problem, device: Device, *, backward: bool = False) -> bool:
@@ -84,7 +84,7 @@ def few_rows(tiles: TileConfig, width: int, problem: Problem, device: Device) ->
         if base.block_m == tables.ONE_WARP.block_m and width_of(p) <= tables.ONE_WARP_WIDTH and not uneven:
             found.append(tables.ONE_WARP)
         if p.layout == "dense" and p.seqlen_q > 1 and max(p.seqlen_q, p.seqlen_k) <= SHORT:
-            whole = base._replace(block_m=max(16, base.block_m), block_n=SHORT, num_stages=1)
+            whole = base._replace(block_m=SHORT, block_n=SHORT, num_stages=1)
             found.append(within_memory(whole, p, device))
     for tile in dict.fromkeys(found):
         chosen = tiles._replace(forward=tile, pack_gqa=group, given_splits=None if tile == base else base)

@@ -56,11 +56,12 @@ SINGLE_TF32X3 = (  # of Hopper; wider tiles of float32 have no registers for com
         KernelConfig(32, 32, 4, 1, precision="tf32x3"),
     ),
 )
-# More tiles of plain calls, by the most features of their kernels: of 16 bits on chips with the most shared memory,
-MORE_FORWARD = (
-    (64, KernelConfig(64, 64, 4, 3)), (64, KernelConfig(128, 64, 4, 3)), (64, KernelConfig(128, 128, 8, 3)),
-    (64, KernelConfig(64, 32, 4, 3)), (128, KernelConfig(64, 64, 4, 3)), (256, KernelConfig(64, 64, 4, 2)),
+# Tiles of plain calls, by the most features of their kernels: of 16 bits on chips with the most shared memory,
+PLAIN_FORWARD = (
+    (64, KernelConfig(64, 64, 4, 3)), (64, KernelConfig(128, 64, 4, 3)), (64, KernelConfig(64, 32, 4, 3)),
+    (128, KernelConfig(64, 64, 4, 3)), (256, KernelConfig(64, 64, 4, 2)),
 )  # fmt: skip
+# there more tiles of backward,
 MORE_DKDV = ((64, KernelConfig(64, 64, 4, 3)), (64, KernelConfig(32, 128, 4, 3)))
 MORE_DQ = ((64, KernelConfig(128, 64, 4, 3)), (64, KernelConfig(128, 32, 4, 3)))
 # the same on chips with mma.sync, for dk and dv, and for dq,
@@ -94,11 +95,9 @@ BIASED = WidthConfigs(  # calls of 16-bit numbers with a bias for each pair
 )
 INTERPRETER = WidthConfigs(512, *(KernelConfig(16, 16, 4, 1),) * 3)
 WALKS = (  # 16-bit inputs
-    Walk("keys", 16, 128, 4, 3, width=32),
     Walk("keys", 16, 64, 4, 3, width=64),
     Walk("keys", 32, 64, 4, 3, width=64),
     Walk("keys", 64, 64, 4, 3, width=64),
-    Walk("keys", 64, 32, 4, 2, width=128),
     Walk("keys", 128, 64, 4, 3, width=32),
     Walk("rows", 16, 128, 4, 2, width=16),
     Walk("rows", 256, 64, 8, 1, width=32, longest=256),
