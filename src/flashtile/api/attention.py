@@ -430,6 +430,5 @@ def attention_with_kvcache(
         backend=backend,
         num_splits=num_splits,
         cache=cache,
-        rotary=rotary,
     )
     return Request(CacheCall(call, cache, rotary), return_lse, out, direct, attend_with_cache)

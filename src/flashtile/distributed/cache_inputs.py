@@ -8,12 +8,13 @@ from torch import Tensor
 from ..api.normalize import lengths_of, normalize
 from ..api.settings import DEFAULT_ROTARY
 from ..call import check, device
-from ..call.cache import as_pages
+from ..call.cache import CacheCall, as_pages
 from ..call.cache_tensors import CACHE_INDICES, CacheTensors, appended
 from ..call.call import Call, with_copies
 from ..call.check_cache import check_cache, check_values, check_writable
 from ..call.problem import Problem
 from ..call.sharding import is_dtensor
+from ..dispatch import fast_path
 from ..dispatch.cache_operator import refuse_derivatives
 from ..errors import ArgumentError, AttentionError
 from .agreement import Description, agree
@@ -66,12 +67,13 @@ def normalized(tensors: dict[str, Any], cache: CacheTensors, keywords: dict[str,
         cache = cache._replace(cache_seqlens=lengths_of("cache_seqlens", cache.cache_seqlens, tensors["q"], None))
     call = normalize(
         "attention_with_kvcache", tensors | {"k": cache.k_cache, "v": cache.v_cache}, score_mod=None, dropout_p=0.0,
-        dropout_seed=None, cache=cache, rotary=DEFAULT_ROTARY, **keywords,
+        dropout_seed=None, cache=cache, **keywords,
     )  # fmt: skip
     if call.settings.top_left:
         raise ArgumentError("causal", "top_left", "True or False", EXAMPLE)
     refuse_derivatives(call.tensors[:-1], cache)
     check.memory(cache._asdict(), "paged")
+    call.entry = fast_path.find_call(CacheCall(call, cache, DEFAULT_ROTARY))
     if cache.k is not None and cache.v is not None:
         check_writable(call.entry, cache.k_cache, cache.v_cache, cache.k, cache.v)
     q = call.tensors.q

@@ -177,12 +177,12 @@ class Modifier:
         return type(self), (self.fn, self.tensors)
 
     def __copy__(self) -> Self:
-        return self._with(self.tensors)
+        return self.with_tensors(self.tensors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self._with(copy.deepcopy(self.tensors, memo))
+        return self.with_tensors(copy.deepcopy(self.tensors, memo))
 
-    def _with(self, tensors: tuple[Tensor, ...]) -> Self:
+    def with_tensors(self, tensors: tuple[Tensor, ...]) -> Self:
         return _of_formula(type(self), self.key, tensors) if self.traced else type(self)(self.fn, tensors)
 
     def __str__(self) -> str:

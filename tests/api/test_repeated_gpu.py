@@ -1,4 +1,4 @@
-"""Repeated calls on a GPU: `pytest -m gpu tests/dispatch/test_repeated_gpu.py`."""
+"""Repeated calls on a GPU: `pytest -m gpu tests/api/test_repeated_gpu.py`."""
 
 from collections.abc import Iterator
 
