@@ -24,7 +24,7 @@ except ImportError:  # pytest imports the tests as modules of their own
 
 import flashtile
 from flashtile.backend.cpu import host_backward, host_forward, jit, targets
-from flashtile.backend.cpu.support import VECTORS_VARIABLE
+from flashtile.backend.cpu.targets import VECTORS_VARIABLE
 from flashtile.dispatch import fast_path
 from flashtile.testing.case import Case, MaskFunction, ScoreFunction
 from flashtile.testing.mask_functions import causal_by_head

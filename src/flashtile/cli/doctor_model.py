@@ -7,7 +7,7 @@ import torch
 
 from .. import explain
 from ..errors import AttentionError
-from .doctor import BROKEN, OK, WARNING, Finding
+from .finding import BROKEN, OK, WARNING, Finding
 from .options import CommandError
 
 TOKENS = 2048  # of the prompt

@@ -12,7 +12,7 @@ import torch
 
 from .. import __version__
 from ..as_arch import ARCH_VARIABLE
-from ..backend.cpu.support import VECTORS_VARIABLE
+from ..backend.cpu.targets import VECTORS_VARIABLE
 from ..backend.gpu.archive import KERNELS_VARIABLE
 from ..backend.gpu.origin import archive_in_words
 from ..backend.user_files import CACHE_VARIABLE

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import private_torch
-from ..backend.cpu.support import VECTORS_VARIABLE
+from ..backend.cpu.targets import VECTORS_VARIABLE
 from ..backend.replays import Recording
 from ..call import check, counting, device
 from ..call.call import Call, Needs, Settings, differentiable_positions

@@ -13,7 +13,7 @@ from ..call.call import Call, Needs, Tensors
 from ..call.device import Device, meta_tensors_on
 from ..call.memory import address
 from ..call.plan import Plan
-from .passes import function_of
+from .passes import entry_of, function_of
 from .planner import SUPPORT, optional
 
 ADDRESS_BITS = 40  # between the addresses of two tensors
@@ -36,7 +36,7 @@ def tiles_of(plan: Plan, call: Call, needs: Needs | None = None) -> dict[str, An
     """The tiles of a call's forward pass by `plan` or, with `needs`, of its backward pass, by name: those of the plan,
     which has several calls, unless the backend chooses among them.
     """
-    tiles = getattr(SUPPORT[plan.backend], "tiles", None)
+    tiles = getattr(entry_of(plan.backend), "tiles", None)
     if tiles is None:
         return plan.tile._asdict()  # type: ignore[no-any-return]
     return tiles(plan, without_memory(call), needs)  # type: ignore[no-any-return]

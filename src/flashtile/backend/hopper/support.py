@@ -1,7 +1,7 @@
 """Problems that the Hopper backend accepts, and the reasons why it declines the others."""
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -166,13 +166,6 @@ def candidates(problem: Problem, device: Device, needs: Needs | None) -> list[Ca
         for backward in candidates.backward(problem, device):
             ways.append((TileConfig(None, backward), 1, cost.backward(problem, device, backward)))
     return ranked(ways, rates_of(device))
-
-
-def tiles(plan: Plan, call: Call, needs: Needs | None) -> dict[str, Any]:
-    """The tiles of the kernels that a call runs in forward or, with `needs`, in backward, by name."""
-    from .launch.forward import called_forward
-
-    return {"forward": called_forward(plan, call)} if needs is None else {"backward": plan.tile.backward}
 
 
 def unsplit(plan: Plan, call: Call) -> str | None:

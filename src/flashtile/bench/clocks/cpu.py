@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import Run
+from .clock import Run
 
 COMMON_CACHE = 32 * 2**20
 IDLE_SECONDS = 1e-3  # of processor time that a process may take in a rest
