@@ -150,7 +150,7 @@ BUGS = (
         "total.add(dtensor)",
         "total.recent.copy_(dtensor)",
     ),
-    # how rows are normalised
+    # how rows are normalized
     Bug("acc not rescaled", "backend.tiled.forward", "state.acc * alpha + pv", "state.acc + pv"),
     Bug("l not rescaled", "backend.tiled.forward", "state.l * alpha + l", "state.l + l"),
     Bug(

@@ -203,7 +203,7 @@ def with_functions(
 
 
 def reject_block_lists(function: str, mask: BlockMask, tensors: dict[str, Any]) -> None:
-    """Refuse lists of blocks for other lengths than those of the call."""
+    """Refuse lists of blocks for other lengths than the call's."""
     example = call_of(function, "mask=mask_function")
     if function == "attention":
         q, k = tensors["q"], tensors["k"]

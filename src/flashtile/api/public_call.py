@@ -30,9 +30,10 @@ class Request(NamedTuple):
 
 
 def public_call(function: Callable[..., Request]) -> Callable[..., Any]:
-    """Make a public function from that of its request. Calls that ranks share are handed to `flashtile.distributed`,
-    and modes that only set a default device are taken off the others: the function names every device itself, and such
-    modes cost each operation and each property of a tensor a call in Python, three times the function's own.
+    """Make a public function from the function of its request. Calls that ranks share are handed to
+    `flashtile.distributed`, and modes that only set a default device are taken off the others: the function names every
+    device itself, and such modes cost each operation and each property of a tensor a call in Python, three times the
+    function's own.
     """
     name, code = function.__name__, function.__code__
     positional = code.co_varnames[: code.co_argcount]

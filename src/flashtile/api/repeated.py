@@ -34,9 +34,8 @@ APPENDED = NAMED + CacheTensors._fields.index("k"), NAMED + CacheTensors._fields
 
 
 class Gradients(NamedTuple):
-    """The recorded backward passes of a call for some of its gradients; what picks the tensors whose layouts count
-    from all that backward gets; and what picks the gradients of the call's tensors from all gradients. In front of
-    these is a `None`, with which the result begins.
+    """The recorded backward passes of a call for some of its gradients. `present` picks the guarded tensors from all
+    that backward gets, `requested` the gradients in autograd's order, after a `None` for the call itself.
     """
 
     passes: list[fast_path.Pass]
@@ -45,8 +44,8 @@ class Gradients(NamedTuple):
 
 
 class Repeated:
-    """A recorded call and its guard. `tensors` picks those of the arguments; the call's inputs are in the columns that
-    `sources` describes, and `flat` puts them in order.
+    """A recorded call and its guard. `tensors` picks the arguments that are tensors; the call's inputs are in the
+    columns that `sources` describes, and `flat` puts them in order.
     """
 
     __slots__ = (
@@ -64,8 +63,8 @@ class Repeated:
         self.tensors, self.places = itemgetter(*sources.arguments), sources.places
         absent = len(sources.places)
         flat = [absent if n is None else n for n in sources.columns]
-        self.flat = itemgetter(*flat)  # of (*columns, None)
-        self.backward_flat = itemgetter(*flat, *range(absent + 1, absent + 6))  # of (*columns, None, *rows, kept)
+        self.flat = itemgetter(*flat)  # picks from (*columns, None)
+        self.backward_flat = itemgetter(*flat, *range(absent + 1, absent + 6))  # and rows and kept behind them
         self.positions = differentiable_positions(len(flat))
         tensors = sources.captured(values, self.tensors(values))
         assert tensors is not None

@@ -74,17 +74,17 @@ class Made(NamedTuple):
     """A tensor that each call makes of an argument that is none."""
 
     argument: int | None
-    make: Callable[[Any, Tensor, Values], Tensor]  # of the argument, q and all arguments
+    make: Callable[[Any, Tensor, Values], Tensor]  # takes the argument, q and all arguments
 
 
 class Sources(NamedTuple):
     """The inputs of a call by its arguments. Tensors are in columns: arguments, tensors of functions, made tensors."""
 
     arguments: tuple[int, ...]  # that are tensors
-    places: tuple[int, ...]  # of each column among the call's inputs, the first of them
-    columns: tuple[int | None, ...]  # of each input
+    places: tuple[int, ...]  # first place of each column among the call's inputs
+    columns: tuple[int | None, ...]  # column of each input
     functions: tuple[Captured, ...]
-    casts: tuple[tuple[int, torch.dtype], ...]  # of columns
+    casts: tuple[tuple[int, torch.dtype], ...]  # dtypes of columns that are cast
     made: tuple[Made, ...]
     out: int | None  # the argument that the results are written into
     scalars: tuple[int, ...]  # the other arguments
@@ -94,8 +94,8 @@ class Sources(NamedTuple):
         return not (self.functions or self.casts or self.made or self.out is not None)
 
     def captured(self, values: Values, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        """The tensors among the arguments, with those of functions behind them; `None` if a function is another one, or
-        an argument is a tensor now.
+        """The tensors among the arguments, with the functions' tensors behind them; `None` if a function is another
+        one, or an argument is a tensor now.
         """
         for one in self.made:
             if one.argument is not None and isinstance(values[one.argument], Tensor):

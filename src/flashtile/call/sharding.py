@@ -9,7 +9,7 @@ from .. import private_torch
 from ..dynamo import untraced
 from ..locks import process_lock
 
-KEY = "flashtile.context_parallel"  # of a thread's context
+KEY = "flashtile.context_parallel"  # key of a thread's context
 
 contexts_open = False  # in any thread of the process
 innermost = ""  # the name of the context that was opened last in the process, by which compiled calls are guarded
@@ -22,7 +22,7 @@ _lock = process_lock()
 
 @contextmanager
 def inside(context: Any) -> Iterator[None]:
-    """Make `context` that of this thread, and of the backward passes that it starts. `None` is no context."""
+    """Set the context of this thread, and of the backward passes that it starts. `None` is no context."""
     outer, name = current(), context_name(context)
     private_torch.stash_in_thread(KEY, context)
     with _lock:

@@ -23,7 +23,7 @@ from .finding import BROKEN, OK, WARNING, Finding
 from .options import json_option, option, print_json
 
 NVIDIA = Path("/dev/nvidiactl")  # there with the driver of an NVIDIA GPU
-TOLERANCE = 2e-2  # of elements of bfloat16; far above its rounding, far below a mistake
+TOLERANCE = 2e-2  # for elements of bfloat16; far above its rounding, far below a mistake
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -63,7 +63,7 @@ def attempted(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     """The findings of a check. One that fails is a finding too."""
     try:
         yield from check()
-    except Exception as error:  # of an unusual machine
+    except Exception as error:  # an unusual machine's
         words = f"the check failed: {type(error).__name__}: {error}"
         yield Finding(
             f"the check of {check.__name__}", BROKEN, words, "please report this, with the output of `flashtile env`"

@@ -51,7 +51,7 @@ def survey() -> tuple[dict[str, Any], dict[str, str]]:
     for name, probe in PROBES.items():
         try:
             facts[name] = probe()
-        except Exception as error:  # of an unusual machine
+        except Exception as error:  # an unusual machine's
             unknown[name] = f"{type(error).__name__}: {error}"
     return facts, unknown
 

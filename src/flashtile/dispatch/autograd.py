@@ -34,7 +34,7 @@ Results = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # out, lse, dout 
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of a normalised call, differentiable where a tensor requires it."""
+    """`out` and `lse` of a normalized call, differentiable where a tensor requires it."""
     return public_lse(call, attend_with_row_stats(call))
 
 
@@ -225,7 +225,7 @@ def tangents_of_gradients(
     flat: Sequence[Tensor | None],
     tangents: Sequence[Tensor | None],
 ) -> tuple[Tensor, ...]:
-    """The tangents of the needed gradients, from those of `dout`, `dlse` and the inputs."""
+    """The tangents of the needed gradients, from the tangents of `dout`, `dlse` and the inputs."""
     out, lse, dout, dlse = saved
     ddout, ddlse, *directions = tangents
     results: list[Tensor | None] = [None] * len(of.needs)

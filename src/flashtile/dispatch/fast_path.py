@@ -43,10 +43,10 @@ class Pass:
     __slots__ = ("in_dtypes", "layouts", "plan", "recording", "replay")
 
     def __init__(self, layouts: Layouts | None = None) -> None:
-        self.layouts = layouts  # of a backward pass; an entry has one forward pass
+        self.layouts = layouts  # layouts of a backward pass; an entry has one forward pass
         self.plan: Plan | None = None
         self.replay: Callable[..., Any] | None = None
-        self.recording: Recording | None = None  # of the replay, if it has one, and needs no context around it
+        self.recording: Recording | None = None  # the replay's, if it has one, and needs no context around it
         self.in_dtypes = False  # whether recorded gradients have their inputs' dtypes
 
     def run(self, call: Call, kind: str, inside: Callable[[Call], Any], needs: Needs | None, *rest: Any) -> Any:
@@ -93,7 +93,7 @@ class Entry:
     def __init__(self) -> None:
         self.forward = Pass()
         self.backward: dict[Hashable, list[Pass]] = {}  # by needs and absent tensors; each for other layouts
-        self.paged: Settings | None = None  # of a KV-cache call whose cache has been checked
+        self.paged: Settings | None = None  # settings of a KV-cache call whose cache has been checked
         self.rooms: set[int] = set()  # positions in sharded caches for which the call was accepted
         self.apart: set[tuple[int, ...]] = set()  # distances in bytes between caches and new keys that do not overlap
         self.num_repeated = 0  # sets of arguments that `repeated.py` keeps for this call

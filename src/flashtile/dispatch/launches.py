@@ -33,7 +33,7 @@ def launches_of(call: Call, device: Device, plan: Plan, backward: tuple[Plan, Ne
 
 
 def tiles_of(plan: Plan, call: Call, needs: Needs | None = None) -> dict[str, Any]:
-    """The tiles of a call's forward pass by `plan` or, with `needs`, of its backward pass, by name: those of the plan,
+    """The tiles of a call's forward pass by `plan` or, with `needs`, of its backward pass, by name: the plan's,
     which has several calls, unless the backend chooses among them.
     """
     tiles = getattr(entry_of(plan.backend), "tiles", None)
@@ -60,7 +60,7 @@ def without_memory(call: Call) -> Call:
 
 
 def on_meta(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Tensors of the same layouts, none of which overlap."""
+    """Tensors of the same layouts, which do not overlap."""
     made: list[Tensor | None] = []
     for n, x in enumerate(tensors):
         if x is None:

@@ -37,7 +37,7 @@ class Reads(NamedTuple):
 
     code: types.CodeType
     cells: tuple[Any, ...]
-    names: tuple[str, ...]  # of globals
+    names: tuple[str, ...]  # names of globals
     values: tuple[Any, ...]
     order: tuple[int, ...]  # which of the variables each of the formula's tensors is
 
@@ -69,7 +69,7 @@ class Reads(NamedTuple):
         return made._replace(cells=known[:count], values=known[count:], order=tuple(ids.index(id(x)) for x in tensors))
 
     def variables(self, fn: types.FunctionType) -> Iterator[Any]:
-        """The closure's values, then those of the globals that it reads."""
+        """The closure's values, then the globals that it reads."""
         for cell in fn.__closure__ or ():
             yield cell.cell_contents
         names = fn.__globals__
@@ -99,7 +99,7 @@ def equal(x: Any, y: Any) -> bool:
 
 
 def is_comparable(x: Any) -> bool:
-    """Whether a variable's value can be compared with that of a later call."""
+    """Whether a variable's value can be compared with a later call's."""
     if type(x) in TENSORS:
         return not x.__dict__
     if isinstance(x, types.BuiltinFunctionType) and getattr(torch, x.__name__, None) is x:

@@ -19,8 +19,8 @@ NEW = ("out", "lse", "partial_out", "partial_lse", "delta", "dq", "dk", "dv")  #
 
 
 class Recording:
-    """A launch, with the slots of its tensors and of the results. Slots are numbers of inputs, and behind those of the
-    tensors that it allocates.
+    """A launch, with the slots of its tensors and of the results. Slot n is input n; allocated tensors follow the
+    inputs.
     """
 
     def __init__(

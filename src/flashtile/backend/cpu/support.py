@@ -25,7 +25,7 @@ ROWS = 256
 ROW_BYTES = 2**18
 SPLIT_KEYS = 384  # least keys of a split
 TARGET_TASKS = 32
-SHARED_TASKS = 256  # of a call, that the threads of a large machine share evenly enough
+SHARED_TASKS = 256  # tasks of a call, which the threads of a large machine share evenly enough
 
 
 class TileConfig(NamedTuple):

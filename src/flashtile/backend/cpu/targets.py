@@ -48,7 +48,7 @@ GENERIC_CPUS = {
     "neon": "generic",
     "amx-emulated": "x86-64-v3",
 }
-ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64
+ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # numbers of Linux on x86-64
 
 
 def make_target(width: str, triple: str, cpu: str | None = None, features: str = "") -> Target:

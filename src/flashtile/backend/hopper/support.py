@@ -45,7 +45,7 @@ class KernelClass(NamedTuple):
     head_dim: int
     head_dim_v: int
     packed: bool
-    num_warpgroups: int  # of the forward kernel's consumers
+    num_warpgroups: int  # warpgroups of the forward kernel's consumers
     float32: bool = False
 
     def __str__(self) -> str:
@@ -176,7 +176,7 @@ def unsplit(plan: Plan, call: Call) -> str | None:
 
 
 def of_class(kernels: KernelClass, found: list[Candidate]) -> Candidate:
-    """The fastest candidate of a class's number of warpgroups, of which float32 has no choice."""
+    """The fastest candidate with a class's number of warpgroups; float32 has no choice of them."""
     if kernels.backward or kernels.float32:
         return found[0]
     return next(x for x in found if x.tile.forward.num_warpgroups == kernels.num_warpgroups)
