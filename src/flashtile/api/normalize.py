@@ -56,7 +56,7 @@ def normalize(
         deterministic, backend,
     )  # fmt: skip
     mask_mod = tensors.get("mask")
-    if isinstance(mask_mod, MaskMod) or callable(mask_mod) or is_flex(mask_mod):
+    if mask_mod is not None and (isinstance(mask_mod, MaskMod) or callable(mask_mod) or is_flex(mask_mod)):
         tensors = tensors | {"mask": None}
     else:
         mask_mod = None
