@@ -1,6 +1,6 @@
 """Bugs in the generators of the CPU kernels, each with a random call whose results must show it.
 
-    python -m tests.seeded_cpu_bugs        # the table: each bug, and the wrong result
+    python -m tests.support.seeded_cpu_bugs        # the table: each bug, and the wrong result
 
 Bugs are planted as in `seeded_bugs`, and the kernels of each are compiled anew, without the caches in memory and on
 disk. One call for each bug keeps that to a few seconds.
