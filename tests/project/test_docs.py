@@ -97,7 +97,7 @@ def test_the_api_page_has_every_public_name_and_argument() -> None:
     for name in (*groups["Functions"], "ScoreMod"):
         function = getattr(flashtile, name)
         described = set(re.findall(r"\w+", " ".join(re.findall(r"^    (\w[\w, ]*): ", inspect.getdoc(function), re.M))))
-        others = shared if "The other arguments are those of `attention`" in function.__doc__ else set()
+        others = shared if "The other arguments: as in `attention`" in function.__doc__ else set()
         missing = set(inspect.signature(function).parameters) - described - others
         assert not missing, f"{name} does not describe {missing}"
         assert "Raises:" in function.__doc__ or name in ("backends", "calls")

@@ -221,7 +221,8 @@ def test_plans_need_no_launches() -> None:
 
 def test_modules_by_a_name_that_is_put_together() -> None:
     """Other imports by name are seen as the statements are."""
-    calls = {name: filter(is_import_by_name, ast.walk(ast.parse(path.read_text()))) for name, path in MODULES.items()}
+    sources = {name: text for name, path in MODULES.items() if "import_module" in (text := path.read_text())}
+    calls = {name: filter(is_import_by_name, ast.walk(ast.parse(text))) for name, text in sources.items()}
     assert {name for name, x in calls.items() for one in x if not isinstance(one.args[0], ast.Constant)} == BY_NAME
 
 
