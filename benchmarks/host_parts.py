@@ -114,7 +114,7 @@ def runs_of(
 
 def steps() -> Iterator[str]:
     """The steps of all recordings so far."""
-    for entry in fast_path._recent.values():
+    for entry in (x for x in fast_path.table.recent.values() if isinstance(x, fast_path.Entry)):
         for one in (entry.forward, *(x for passes in entry.backward.values() for x in passes)):
             if one.recording is not None:
                 yield ", ".join(step.__qualname__.split(".")[0] for step in one.recording.steps)

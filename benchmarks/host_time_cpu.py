@@ -45,6 +45,10 @@ def calls() -> dict[str, Callable[[], Any]]:
     mask = flashtile.mask_mods.document(torch.tensor([0, 0, 1, 1]))
     score_mod = flashtile.score_mods.alibi(torch.rand(1))
 
+    def autocast() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return flashtile.attention(q, k, v)
+
     def growing() -> torch.Tensor:
         longer = keys[:, :, : next(grown)]
         return flashtile.attention(q, longer, longer)
@@ -53,9 +57,12 @@ def calls() -> dict[str, Callable[[], Any]]:
         "forward": lambda: flashtile.attention(q, k, v),
         "causal, window, softcap": lambda: flashtile.attention(q, k, v, causal=True, window=(3, 0), softcap=30.0),
         "dropout": lambda: flashtile.attention(q, k, v, dropout_p=0.1, dropout_seed=3),
+        "drawn seed": lambda: flashtile.attention(q, k, v, dropout_p=0.1),
+        "autocast": autocast,
         "mask function": lambda: flashtile.attention(q, k, v, mask=mask),
-        "mask function, traced anew": lambda: flashtile.attention(q, k, v, mask=lambda b, h, i, j: j <= i),
+        "bare mask function": lambda: flashtile.attention(q, k, v, mask=lambda b, h, i, j: j <= i),
         "score_mod": lambda: flashtile.attention(q, k, v, score_mod=score_mod),
+        "bare score_mod": lambda: flashtile.attention(q, k, v, score_mod=lambda s, b, h, i, j: s * 2),
         "mask function and score_mod with gradients": lambda: flashtile.attention(
             *leaves, mask=mask, score_mod=score_mod
         ),
@@ -63,6 +70,7 @@ def calls() -> dict[str, Callable[[], Any]]:
         "backward": lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
         "packed, 3 and 5 tokens": lambda: flashtile.attention_varlen(packed, packed, packed, offsets, offsets),
         "KV cache, 3 and 9 tokens": lambda: flashtile.attention_with_kvcache(new, *caches, cache_seqlens=lengths),
+        "KV cache, 5 tokens each": lambda: flashtile.attention_with_kvcache(new, *caches, cache_seqlens=5),
         "170 keys": lambda: flashtile.attention(q, keys[:, :, :170], keys[:, :, :170]),
         "one key more at each call": growing,  # its quickest round has 21 to 320 keys
     }

@@ -10,6 +10,7 @@ from .api.attention import ExactWindow, attention, attention_varlen, attention_w
 from .api.explain import Explanation, explain
 from .api.merge import merge_attention
 from .block_mask import BlockMask
+from .call import sharding as _sharding
 from .call.counting import CallCount, CallCounts, calls
 from .dispatch import flops as _flops  # noqa: F401 - PyTorch's counter finds its formulas
 from .dispatch.planner import BackendStatus, backends
@@ -41,6 +42,16 @@ __all__ = [
     "merge_attention",
     "score_mods",
 ]
+
+
+def _run_sharded(*arguments: object) -> object:
+    """Hand a call in a context, or with DTensors, to the ranks."""
+    from .distributed.context import run_public
+
+    return run_public(*arguments)  # type: ignore[arg-type]
+
+
+_sharding.run_public = _run_sharded
 
 
 def __dir__() -> list[str]:

@@ -15,7 +15,7 @@ from .backend.gpu.chips import MMA_SYNC, SHARED_MEMORY
 from .call import device
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89")
-ARCH_VARIABLE = "FLASHTILE_AS_ARCH"  # of processes that commands start
+ARCH_VARIABLE = "FLASHTILE_AS_ARCH"  # set for processes that commands start
 
 
 def install(arch: str) -> None:

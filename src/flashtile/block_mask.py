@@ -29,7 +29,7 @@ class BlockMask(MaskMod):
     sees the blocks of keys in its list.
 
     It is a `flashtile.MaskMod`, so `flashtile.mask_mods.and_masks` and `or_masks` take it too. The names and shapes are
-    those of `torch.nn.attention.flex_attention.BlockMask` (Dong et al., "Flex Attention", 2024, section 3.3), which the
+    as in `torch.nn.attention.flex_attention.BlockMask` (Dong et al., "Flex Attention", 2024, section 3.3), which the
     argument `mask` accepts as it is. The lists are read on their device when the mask is made; nothing is copied to the
     host.
 
@@ -117,7 +117,7 @@ class BlockMask(MaskMod):
         return self.key, self.block_size, self.seqlens
 
     def reject_lengths(self, example: str, seqlen_q: int, seqlen_k: int) -> None:
-        """Refuse a call whose lengths are not those of the lists.
+        """Refuse a call whose lengths differ from the lists'.
 
         Raises:
             ArgumentError: they are others.

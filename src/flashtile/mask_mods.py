@@ -57,7 +57,7 @@ def prefix(lengths: Tensor) -> MaskMod:
 
 
 def document(ids: Tensor, key_ids: Tensor | None = None) -> MaskMod:
-    """Keys of the query's document, by integer ids `[S]` or `[B, S]`; those of keys are `ids` too by default (Krell et
+    """Keys of the query's document, by integer ids `[S]` or `[B, S]`; keys have `ids` too by default (Krell et
     al., "Efficient sequence packing without cross-contamination", 2021, section 3).
     """
 
@@ -69,7 +69,7 @@ def document(ids: Tensor, key_ids: Tensor | None = None) -> MaskMod:
 
 
 def dilated(width: int, dilation: int, offset: int | Tensor = 0) -> MaskMod:
-    """Keys up to `width` positions from the query, of which each `dilation`-th is visible (Beltagy et al.,
+    """Each `dilation`-th key up to `width` positions from the query (Beltagy et al.,
     "Longformer", 2020, section 3.1).
     """
 
@@ -146,7 +146,7 @@ def tree(parents: Tensor, context: int | Tensor = 0) -> MaskMod:
     follow. The values of `parents` are read (Miao et al., "SpecInfer", 2024, section 4.2).
     """
     above = parents.tolist()
-    sizes = [1] * len(above)  # of subtrees
+    sizes = [1] * len(above)  # sizes of subtrees
     for n in reversed(range(len(above))):
         if above[n] >= 0:
             sizes[above[n]] += sizes[n]

@@ -23,7 +23,7 @@ class Task:
 
 
 class Progress:
-    """A context with tasks, the last of which is shown. On a terminal its line vanishes at the end if it is
+    """A context with tasks; the last one is shown. On a terminal its line vanishes at the end if it is
     `transient`; else the line of each task stays.
     """
 

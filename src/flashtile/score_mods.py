@@ -68,7 +68,7 @@ def t5_buckets(table: Tensor, max_distance: int = 128, bidirectional: bool = Tru
 
 
 def tanh_gate(gate: Tensor) -> ScoreMod:
-    """Scores times tanh of a gate, `gate [H]`: a head whose gate is 0 attends to all keys alike. The gate is that of
+    """Scores times tanh of a gate, `gate [H]`: a head whose gate is 0 attends to all keys alike. The gate comes from
     Alayrac et al., "Flamingo", 2022, section 2.2.
     """
     return ScoreMod(lambda score, b, h, q_idx, k_idx, gate: score * torch.tanh(gate[h]), (gate,))

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashtile
+from flashtile.api import repeated
 from flashtile.call import counting
 from flashtile.compat import flash_attn
 from flashtile.compat.torch import activate
-from flashtile.dispatch import repeated
 
 
 def inputs(**options: Any) -> list[Tensor]:

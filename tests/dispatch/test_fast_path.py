@@ -4,7 +4,7 @@ import gc
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -37,8 +37,7 @@ def fresh() -> Iterator[None]:
 
 @contextmanager
 def switched_off() -> Iterator[None]:
-    nothing: Callable[..., None] = lambda *_: None  # noqa: E731
-    with mock.patch.multiple(fast_path, find=nothing, find_call=nothing, repeated={}):
+    with mock.patch.object(fast_path, "enabled", False):
         yield
 
 
@@ -59,11 +58,20 @@ def expected(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         return flashtile.attention(q, k, v, **options)
 
 
+def entries() -> list[fast_path.Entry]:
+    """All that the table has, of repeated calls too."""
+    values = [*fast_path.table.recent.values(), *fast_path.table.older.values()]
+    known = [x for x in values if isinstance(x, fast_path.Entry)]
+    known += [one.entry for calls in values if isinstance(calls, list) for one in calls]
+    return [*{id(entry): entry for entry in known}.values()]
+
+
 def recordings() -> list[fast_path.Entry]:
-    """Those in the table, and those of repeated calls."""
-    repeated = [one.entry for calls in fast_path.repeated.values() for one in calls]
-    known = {id(entry): entry for entry in (*fast_path._recent.values(), *fast_path._older.values(), *repeated)}
-    return [entry for entry in known.values() if entry.forward.replay is not None]
+    return [entry for entry in entries() if entry.forward.replay is not None]
+
+
+def num_kept() -> int:
+    return len(fast_path.table.recent) + len(fast_path.table.older)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -87,7 +95,7 @@ def test_off_planned_recorded_and_replayed(seed: int) -> None:
 def test_a_layout_is_recorded_when_it_is_seen_for_the_second_time() -> None:
     for planned, recorded in ((1, 0), (1, 1), (1, 1)):
         flashtile.attention(*inputs())
-        assert len(fast_path._recent) == planned
+        assert len(entries()) == planned
         assert len(recordings()) == recorded
     with counted("plan_call") as plan:
         flashtile.attention(*inputs())
@@ -103,10 +111,9 @@ def test_a_growing_sequence_leaves_the_hot_layout(monkeypatch: pytest.MonkeyPatc
         flashtile.attention(*inputs(10 + n))
         flashtile.attention(*inputs(7))
         assert recordings() == [hot]
-        assert len(fast_path._recent) + len(fast_path._older) <= 2 * 8
+        assert num_kept() <= 2 * 8
     for n in range(20):
         flashtile.attention(*inputs(60 + n))
-    fast_path.repeated.clear()
     assert recordings() == []  # least recently used
 
 
@@ -120,7 +127,7 @@ def test_backward_layouts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             if order[1] == 2:
                 dout = dout.transpose(1, 2).contiguous().transpose(1, 2)
             torch.autograd.grad(flashtile.attention(q, k, v), (q, k, v), dout)
-    (entry,) = fast_path._recent.values()
+    (entry,) = entries()
     assert sum(map(len, entry.backward.values())) <= 4
 
 
@@ -137,7 +144,7 @@ def test_one_tensor_in_several_places(names: str) -> None:
     first = gradients(names)
     for _ in range(3):
         assert all(map(torch.equal, gradients(names), first))
-    (entry,) = fast_path._recent.values()
+    (entry,) = entries()
     assert [one.replay is not None for passes in entry.backward.values() for one in passes] == [True]
     assert all(map(torch.equal, gradients("xyz"), gradients("xyz")))
     reference = torch.autograd.grad(
@@ -389,7 +396,7 @@ def test_rotary_conventions_do_not_share_a_recording() -> None:
             with switched_off():
                 (right,) = outs(interleaved, 1)
             assert all(torch.equal(x, right) for x in outs(interleaved, 3))
-    assert len(fast_path._recent) == 2
+    assert len(entries()) == 2
 
 
 def test_dropout_draws_anew() -> None:
@@ -422,4 +429,4 @@ def test_threads_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
                 done.result()
     finally:
         sys.setswitchinterval(interval)
-    assert len(fast_path._recent) + len(fast_path._older) <= 2 * (4 + 4)
+    assert num_kept() <= 2 * (4 + 4)

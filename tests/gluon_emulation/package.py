@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from seeded_bugs import with_mistake
+from mistakes import with_mistake
 from torch import Tensor
 
 from flashtile.backend.gpu.pointers import TmaDescriptor

@@ -265,7 +265,11 @@ def test_steps_of_a_decoding_are_written_down_once(kind: str, rotary: str | None
             expected = flashtile.attention_with_kvcache(q, **others, **more, backend="reference")
             torch.testing.assert_close(found, expected)
             torch.testing.assert_close(caches, others)
-    [recorded] = [entry for (call, *_), entry in fast_path._recent.items() if call[1].backend == "triton"]
+    [recorded] = [
+        entry
+        for (call, *_), entry in fast_path.table.recent.items()
+        if isinstance(entry, fast_path.Entry) and call[1].backend == "triton"
+    ]
     assert recorded.forward.replay is not None
 
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from checking import dense_case, features
 from forced import first, forced
+from mistakes import with_mistake
 from packing import packed_case
-from seeded_bugs import with_mistake
 
 from flashtile.backend.triton import support
 from flashtile.call.plan import Candidate

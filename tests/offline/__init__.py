@@ -1,1 +1,1 @@
-"""Compile the shipped kernels for GPUs that are not in this machine: `python -m offline` in tests/, or with --full."""
+"""Compile the shipped kernels for GPUs that are not in this machine (`python -m offline` has its command line)."""

@@ -1,4 +1,7 @@
-"""Compile the shipped kernels for every architecture: `PYTHONPATH=tests python -m offline --full --out FILE.csv`."""
+"""Compile the shipped kernels for every architecture:
+
+PYTHONPATH=src:tests:tests/support python -m offline --full --out FILE.csv
+"""
 
 import csv
 import sys

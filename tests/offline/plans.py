@@ -1,4 +1,4 @@
-"""Compile the kernel of every plan: `PYTHONPATH=src:tests python -m offline.plans --out FILE.jsonl`.
+"""Compile the kernel of every plan: `PYTHONPATH=src:tests:tests/support python -m offline.plans --out FILE.jsonl`.
 
 The calls are those of the sweeps of a GPU in `benchmarks/`, random ones, as `flashtile verify` draws them, and packed
 ones with offsets of 64 bits, as nested tensors have. Each kernel that one of their plans launches is compiled once,

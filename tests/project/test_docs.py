@@ -97,7 +97,7 @@ def test_the_api_page_has_every_public_name_and_argument() -> None:
     for name in (*groups["Functions"], "ScoreMod"):
         function = getattr(flashtile, name)
         described = set(re.findall(r"\w+", " ".join(re.findall(r"^    (\w[\w, ]*): ", inspect.getdoc(function), re.M))))
-        others = shared if "The other arguments are those of `attention`" in function.__doc__ else set()
+        others = shared if "The other arguments: as in `attention`" in function.__doc__ else set()
         missing = set(inspect.signature(function).parameters) - described - others
         assert not missing, f"{name} does not describe {missing}"
         assert "Raises:" in function.__doc__ or name in ("backends", "calls")
@@ -137,12 +137,14 @@ def test_tables_of_a_run_that_disagree_are_seen(monkeypatch: pytest.MonkeyPatch)
 
 def test_no_stored_run_of_the_ladder_beats_its_roofline() -> None:
     """float32 runs of `long` against the bound of the same stored run, each matrix moved once."""
-    tables = script("ladder_stored")
-    for file in ("cpu", "h200"):
+    tables, compared = script("ladder_stored"), dict.fromkeys(("cpu", "h200"), 0)
+    for file in compared:
         bounds = {row["n"]: row["bound_ms"] for row in tables.rows(file, "intensity") if "once" in row["algorithm"]}
         for row in tables.rows(file, "long"):
             if row["n"] in bounds and not re.search("float16|TF32", row["step"]):
                 assert row["ms"] >= bounds[row["n"]], f"{file}: {row}"
+                compared[file] += 1
+    assert min(compared.values()) > 5, compared
 
 
 def test_the_index_leads_to_every_page() -> None:

@@ -68,7 +68,7 @@ def attention(
     """Exact attention, `softmax(scale * q k^T) v`, in O(S) memory, differentiable in every floating-point tensor.
 
     The features act on the scores in this order: softcap, bias, ALiBi, score_mod, visibility. A row that sees no key
-    gives 0, with a log-sum-exp of -inf (or its sink). The algorithm is that of Dao, "FlashAttention-2", section 3.1;
+    gives 0, with a log-sum-exp of -inf (or its sink). The algorithm follows Dao, "FlashAttention-2", section 3.1;
     docs/contract.md has the formula and the error bound. Numbers may be NumPy's, but inside `torch.compile`.
     DTensors, and calls in `flashtile.distributed.context_parallel`, are sharded over a mesh (docs/distributed.md).
 
@@ -247,7 +247,7 @@ def attention_varlen(
             `page_table[b, p]` (Kwon et al., "PagedAttention", section 4.1).
         mask, bias: as in `attention`; tensors are against `[B, Hq, max_seqlen_q, max_seqlen_k]`.
 
-    The other arguments are those of `attention`.
+    The other arguments: as in `attention`.
 
     Returns:
         `out [Tq, Hq, Dv]` in q's dtype, and with `return_lse` also `lse [Hq, Tq]` as `attention` returns it.
@@ -370,7 +370,7 @@ def attention_with_kvcache(
         page_table: int32 `[B, max_pages]`, as in `attention_varlen`; with `cache_batch_idx`, any number of rows.
         cache_batch_idx: int32 `[B]`, each sequence's row of a dense cache, or of `page_table`; `None` is 0, 1, 2, ...
         leftpad_k: int32 `[B]`, positions at the front of each cache that hold no key. They count as positions, so
-            that indices and rotary angles are those of the cache's slots.
+            that indices and rotary angles count the cache's slots.
         cu_seqlens_q: int32 `[B + 1]`, offsets of the sequences in packed q, and in k and v that are packed alike.
         cu_seqlens_k_new: int32 `[B + 1]`, offsets in k and v that are packed by other lengths than q.
         k, v: keys and values to append, `[B, Hkv, S_new, D]` and Dv, or packed `[T_new, Hkv, D]` and Dv.
@@ -383,7 +383,7 @@ def attention_with_kvcache(
             of its first appended key. `None`: `Sk - Sq` and `cache_seqlens`.
         rotary_q_fixed: turn all queries of a sequence as its first one.
 
-    The other arguments are those of `attention`; `mask` and `bias` broadcast to `[B, H, Sq, S_max]` (pages:
+    The other arguments: as in `attention`; `mask` and `bias` broadcast to `[B, H, Sq, S_max]` (pages:
     `max_pages * page_size`).
 
     Returns:
@@ -430,6 +430,5 @@ def attention_with_kvcache(
         backend=backend,
         num_splits=num_splits,
         cache=cache,
-        rotary=rotary,
     )
     return Request(CacheCall(call, cache, rotary), return_lse, out, direct, attend_with_cache)

@@ -36,7 +36,7 @@ class Explanation:
         problem: the call in words.
         device: its name.
         backend: the backend of the forward pass.
-        tile: the shape of its tiles, in words; also of those of backward, if that is in the same backend.
+        tile: the shape of its tiles, in words, with backward's if that is in the same backend.
         unsplit: why forward does not split keys into as many parts as `num_splits` asks for; `None` if it does.
         why_not: backends that are preferred as a rule, and the reason each was not taken.
         candidates: on a GPU, the five ways to run forward that are expected to take the least time, and these times in
@@ -221,7 +221,7 @@ def kernels_in_words(call: Call, forward: Plan, backward: tuple[Plan, Needs] | N
 def described_call(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, keywords: dict[str, Any]
 ) -> Call:
-    """The normalised call of a public function's arguments; `refuse` answers what it does not take."""
+    """The normalized call of a public function's arguments; `refuse` answers what it does not take."""
     layout = DENSE if cu_q is None else VARLEN
     tensor_names = [name for name, x in FEATURES.items() if x.public and layout in x.layouts]
     defaults: dict[str, Any] = dict.fromkeys(
@@ -258,7 +258,7 @@ def pairs_of(call: Call, problem: Problem) -> int:
 
 
 def tiles_in_words(call: Call, forward: Plan, backward: Plan | None, needs: Needs) -> tuple[str, str]:
-    """The tiles of the forward pass, with those of backward if one backend has both, and those of backward."""
+    """The tiles of the forward pass, with backward's if one backend has both, and backward's."""
 
     def words(tiles: dict[str, Any]) -> str:
         return ", ".join(f"{name} {x}" for name, x in tiles.items() if x is not None)

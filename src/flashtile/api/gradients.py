@@ -29,7 +29,7 @@ def gradients(
     as in a ring of ranks: the result then is the part of the gradients that comes from k and v.
 
     Args:
-        q, k, v: those of `attention`, or with `cu_seqlens_q` those of `attention_varlen`.
+        q, k, v: as in `attention`, or with `cu_seqlens_q` as in `attention_varlen`.
         out, lse: the results, of q's dtype, and float32 (float64 for float64 inputs).
         dout: the gradient of `out`, of its shape and dtype.
         settings: the other keywords of `attention` or `attention_varlen` but `num_splits`.

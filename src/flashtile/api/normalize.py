@@ -4,21 +4,20 @@ MaskMod.
 Everything here is traced by Dynamo, so it looks at Python values and types only; shapes are checked in the operator.
 """
 
-from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import private_torch
 from ..block_mask import BlockMask, is_flex
-from ..call.cache_tensors import CACHE_REQUIRED, CacheTensors, RotarySettings
+from ..call.cache_tensors import CACHE_REQUIRED, CacheTensors
 from ..call.call import FEATURES, Call, Settings, Tensors
 from ..call.eager import PLAIN, has_own_functions, is_plain_eager
 from ..call.features import SCORES
-from ..dispatch import fast_path
 from ..errors import ArgumentError, call_of
 from ..expression import MaskMod, ScoreMod
+from ..expression.formula import PREFIX
 from ..expression.modifier import Modifier
 from .band import with_band
 from .settings import as_int, settings_of
@@ -45,7 +44,6 @@ def normalize(
     max_seqlen_k: Any = None,
     num_splits: Any = None,
     cache: CacheTensors | None = None,
-    rotary: RotarySettings | None = None,
     whole: bool = True,
 ) -> Call:
     """The call of a public function's arguments. `tensors` holds those that are tensors as they stand; of a KV cache,
@@ -57,36 +55,11 @@ def normalize(
         causal, window, attention_chunk, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, num_splits,
         deterministic, backend,
     )  # fmt: skip
-    of_cache = () if cache is None else cache[2:]
     mask_mod = tensors.get("mask")
-    if isinstance(mask_mod, MaskMod) or callable(mask_mod) or is_flex(mask_mod):
+    if mask_mod is not None and (isinstance(mask_mod, MaskMod) or callable(mask_mod) or is_flex(mask_mod)):
         tensors = tensors | {"mask": None}
     else:
         mask_mod = None
-    q, entry = tensors["q"], None
-    if (
-        not torch.compiler.is_compiling()
-        and (functions := traced_functions(score_mod, mask_mod, q)) is not None
-        and is_plain_eager(*tensors.values(), *of_cache, *functions.tensors)
-        and q is not None
-        and q.dim() > 0
-        and not q.is_nested
-        and (cache is None or not private_torch.is_any_autocast_enabled())
-    ):
-        if private_torch.is_any_autocast_enabled():
-            tensors = in_autocast_dtype(tensors, REQUIRED[:3])
-            q = tensors["q"]
-        settings = settings_of(function, q.shape[-1], *scalars)
-        if settings.dropout_p > 0:
-            tensors["dropout_seed"] = dropout_seed = seed_of(function, dropout_seed, q.device)
-        what = (function, settings, rotary, functions.keys, whole)
-        entry = fast_path.find(what, q, (*tensors.values(), *of_cache, *functions.tensors))
-        if entry is not None and entry.settings is not None:
-            call_tensors = Tensors(**tensors, score_mod_tensors=functions.tensors)
-            return Call(call_tensors, entry.settings, entry, is_plain_eager=True)
-    is_plain = entry is not None
-    if not is_plain:
-        tensors.pop("out", None)  # an operator has no argument for it
     if cache is not None:  # first, for k and v have other names in it
         require_tensors(function, cache._asdict(), CACHE_REQUIRED)
         same_place(function, cache.k_cache, cache._asdict())
@@ -96,8 +69,7 @@ def normalize(
     same_place(function, q, tensors)
     # Caches are written in place, so they keep their dtype.
     tensors = in_autocast_dtype(tensors, REQUIRED[:3] if cache is None else REQUIRED[:1])
-    if (cast := in_score_dtype(tensors)) is not tensors:
-        tensors, entry = cast, None  # the entry is that of the tensors as they are now
+    tensors = in_score_dtype(tensors)
     settings = settings_of(function, q.shape[-1] if q.dim() > 0 else 1, *scalars)
     if not private_torch.known(settings.dropout_p == 0):
         seed = seed_of(function, dropout_seed, q.device)
@@ -106,9 +78,22 @@ def normalize(
     if score_mod is not None or mask_mod is not None:
         tensors, settings = with_functions(function, tensors, settings, score_mod, mask_mod)
         settings = with_band(function, tensors, settings) if whole else settings
-    if entry is not None:
-        entry.settings = settings
-    return Call(Tensors(**tensors), settings, entry, is_plain_eager=is_plain)
+    is_plain = is_unobserved(tensors, settings, cache)
+    if not is_plain:
+        tensors = tensors | {"out": None}  # an operator has no argument for it
+    return Call(Tensors(**tensors), settings, is_plain_eager=is_plain)
+
+
+def is_unobserved(tensors: dict[str, Any], settings: Settings, cache: CacheTensors | None) -> bool:
+    """Whether nothing but its kernels would look at a call, whose functions of pairs are formulas."""
+    if torch.compiler.is_compiling() or (cache is not None and private_torch.is_any_autocast_enabled()):
+        return False
+    functions = (settings.score_mod, settings.mask_mod)
+    return all(key is None or key.startswith(PREFIX) for key in functions) and is_plain_eager(
+        *[x for x in tensors.values() if not isinstance(x, tuple)],
+        *tensors.get("score_mod_tensors", ()),
+        *(() if cache is None else cache[2:]),
+    )
 
 
 def require_tensors(function: str, tensors: dict[str, Any], required: tuple[str, ...]) -> None:
@@ -190,34 +175,6 @@ def seed_of(function: str, seed: Any, device: torch.device) -> Tensor:
     return torch.full((1,), n - 2**64 if n >= 2**63 else n, dtype=torch.int64, device=device)
 
 
-class TracedFunctions(NamedTuple):
-    """A call's functions of pairs that are formulas: all that the call needs of them."""
-
-    keys: tuple[Hashable, ...]
-    tensors: tuple[Tensor, ...]  # those of the score_mod, then those of the mask function
-
-
-NO_FUNCTIONS = TracedFunctions((), ())
-
-
-def traced_functions(score_mod: Any, mask_mod: Any, q: Any) -> TracedFunctions | None:
-    """The functions of a call, traced before it; `None` if one is traced in each call, or cannot be."""
-    if score_mod is None and mask_mod is None:
-        return NO_FUNCTIONS
-    keys: list[Hashable] = []
-    tensors: tuple[Tensor, ...] = ()
-    for kind, modifier in ((ScoreMod, score_mod), (MaskMod, mask_mod)):
-        if modifier is None:
-            keys.append(None)
-        elif isinstance(modifier, kind) and modifier.traced and isinstance(q, Tensor):
-            modifier = modifier.in_call(q)
-            keys.append(modifier.call_key)
-            tensors += modifier.tensors if kind is ScoreMod else constants(modifier.tensors)
-        else:
-            return None
-    return TracedFunctions(tuple(keys), tensors)
-
-
 def constants(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The tensors of a mask function, which have no gradient."""
     for x in tensors:
@@ -246,7 +203,7 @@ def with_functions(
 
 
 def reject_block_lists(function: str, mask: BlockMask, tensors: dict[str, Any]) -> None:
-    """Refuse lists of blocks for other lengths than those of the call."""
+    """Refuse lists of blocks for other lengths than the call's."""
     example = call_of(function, "mask=mask_function")
     if function == "attention":
         q, k = tensors["q"], tensors["k"]

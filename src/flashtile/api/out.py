@@ -20,7 +20,7 @@ def direct_out(function: str, out: Any, q: Any, v: Any, inputs: Iterable[Any]) -
     functions of pairs.
 
     Raises:
-        ArgumentError: its shape, dtype or device is not that of the result, its elements share memory, or a derivative
+        ArgumentError: its shape, dtype or device is not the result's, its elements share memory, or a derivative
             would be lost; or it is an inference tensor outside of inference mode.
     """
 
@@ -57,7 +57,7 @@ def direct_out(function: str, out: Any, q: Any, v: Any, inputs: Iterable[Any]) -
 
 def spread_out(out: Tensor) -> bool:
     """Whether strides alone show that no two elements share memory."""
-    reach = 0  # of the dimensions with smaller strides
+    reach = 0  # span of the dimensions with smaller strides
     for stride, n in sorted(zip(out.stride(), out.shape, strict=True)):
         if n > 1 and stride <= reach:
             return False

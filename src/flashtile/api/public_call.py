@@ -13,8 +13,8 @@ from .. import private_torch
 from ..call import sharding
 from ..call.call import Call
 from ..call.eager import PLAIN, only_default_devices
-from ..dispatch import repeated
 from ..dispatch.autograd import attend
+from . import repeated
 from .out import filled
 from .outside_graph import breaks_graph, run_outside
 
@@ -30,11 +30,13 @@ class Request(NamedTuple):
 
 
 def public_call(function: Callable[..., Request]) -> Callable[..., Any]:
-    """Make a public function from that of its request. Calls that ranks share are handed to `flashtile.distributed`,
-    and modes that only set a default device are taken off the others: the function names every device itself, and such
-    modes cost each operation and each property of a tensor a call in Python, three times the function's own.
+    """Make a public function from the function of its request. Calls that ranks share are handed to
+    `flashtile.distributed`, and modes that only set a default device are taken off the others: the function names every
+    device itself, and such modes cost each operation and each property of a tensor a call in Python, three times the
+    function's own.
     """
-    name = function.__name__
+    name, code = function.__name__, function.__code__
+    positional = code.co_varnames[: code.co_argcount]
     function.__annotations__["return"] = "Tensor | tuple[Tensor, Tensor]"  # which `help` shows
 
     def result_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -42,8 +44,8 @@ def public_call(function: Callable[..., Request]) -> Callable[..., Any]:
         result, lse = run(call)
         if out is not None:
             result = filled(out, direct, result)
-        elif not torch.compiler.is_compiling():
-            repeated.remember_call(name, args, kwargs, call, return_lse=return_lse)
+        if not torch.compiler.is_compiling():
+            repeated.remember_call(name, positional, args, kwargs, call, return_lse=return_lse)
         return (result, lse) if return_lse else result
 
     @functools.wraps(function)

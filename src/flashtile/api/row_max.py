@@ -16,7 +16,7 @@ def row_max(q: Tensor, k: Tensor, v: Tensor, *, score_mod: Any, mask: Any, scale
 
     Args:
         q, k, v: as `attention` has accepted them before; nothing is checked again.
-        score_mod, mask, scale: those of `attention`.
+        score_mod, mask, scale: as in `attention`.
 
     Returns:
         `[B, Hq, Sq]` in float32 (float64 for float64 inputs), without a derivative; -inf of a row that sees no key.

@@ -25,8 +25,8 @@ OF_A_WINDOW = Accepted(
 
 
 def settings_of(function: str, head_dim: int, causal: Any, window: Any, *others: Any) -> Settings:
-    """The settings of a call's scalars. Scalars repeat, and what they mean is remembered. Not under a trace, and not
-    for windows that might be told from equal ones by their elements' types, which tell an error.
+    """The settings of a call's scalars. Memoized, but not under a trace, nor for windows whose elements' types make
+    them invalid.
     """
     pair = type(window) in (tuple, ExactWindow)
     plain = window is None or (pair and all(n is None or type(n) is int for n in window))

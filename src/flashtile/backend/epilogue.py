@@ -11,7 +11,7 @@ from ..call.call import Needs, Tensors
 
 class RowStats(NamedTuple):
     """The statistics of rows after a backward pass, `[B, H, S]` or `[H, T]`. lse and delta may have padding, which
-    contributes 0 to sums; `out_lse` is lse with the rows of dlse, `residual` that of lse where it is kept.
+    contributes 0 to sums; `out_lse` is lse with the rows of dlse, `residual` its residual where it is kept.
     """
 
     sinks: Tensor | None  # [H]

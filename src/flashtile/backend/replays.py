@@ -1,6 +1,6 @@
 """Recorded passes of a call, for calls of the same layout. The dispatcher may call a `recording` directly: with tensors
-in the order of the call's inputs, and behind them, in backward, out, lse, dout, dlse and what forward has kept. If the
-values of an index need more than it does, a `checked_recording` returns `None`.
+in the order of the call's inputs, and behind them, in backward, out, lse, dout, dlse and what forward has kept. A
+`checked_recording` returns `None` where the values of an index rule out a replay.
 """
 
 from collections.abc import Callable, Sequence

@@ -72,7 +72,7 @@ def read(*names: str) -> bytes:
         status = os.fstat(file.fileno())
         check_owner(path, status)
         if time.time() - status.st_mtime > USE_IS_NOTED:
-            with contextlib.suppress(OSError):  # of a folder that is only read
+            with contextlib.suppress(OSError):  # a folder may be read-only
                 os.utime(path)
         return file.read()
 

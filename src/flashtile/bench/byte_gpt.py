@@ -2,7 +2,7 @@
 
 Pre-norm blocks (Radford et al., "Language models are unsupervised multitask learners", section 2.3) with rotary
 positions (Su et al., "RoFormer", section 3.2.2). Attention comes from outside, a function `attend(q, k, v) -> out` of
-`[B, H, S, D]`, so that one seed trains the same model with any implementation. The text is that of the English help
+`[B, H, S, D]`, so that one seed trains the same model with any implementation. The text is the English help
 topics that every Python ships with.
 """
 
@@ -93,7 +93,7 @@ class ByteGPT(nn.Module):
         self.apply(initialize)
 
     def forward(self, tokens: Tensor, attend: Attend, tables: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """tokens [B, S] -> logits [B, S, 256]. `tables` are those of `rotary_tables` for the tokens' positions, if they
+        """tokens [B, S] -> logits [B, S, 256]. `tables` come from `rotary_tables` for the tokens' positions, if they
         are not the first ones.
         """
         cos, sin = tables or rotary_tables(tokens.shape[1], self.shape.head_dim, self.embedding.weight)

@@ -38,10 +38,10 @@ class Cell:
     alibi: bool = False
     sinks: bool = False
     dropout: float = 0.0
-    lengths: tuple[int, ...] = ()  # of packed sequences; then batch, seqlen_q and seqlen_k are theirs
+    lengths: tuple[int, ...] = ()  # lengths of packed sequences; then batch, seqlen_q and seqlen_k are theirs
     inputs: str = "normal"
     model: str = ""  # the model and its layer that have this call
-    source: str = ""  # of its numbers
+    source: str = ""  # source of its numbers
     device: str = ""  # the kind of device that measures it; empty for any
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class Cell:
 
     @property
     def is_special(self) -> bool:
-        """Whether the call has scores or masks other than those of dense causal attention."""
+        """Whether the call has other scores or masks than dense causal attention."""
         return bool(self.belongs_to or self.window or self.softcap or self.sinks or self.lengths)
 
     @property

@@ -18,7 +18,7 @@ from .sweep import Timing
 FEWEST_ROUNDS = 3
 MOST_CALLS = 200  # in one sample: a GPU's queue holds about a thousand kernels
 HOPELESS = 4  # times the fastest: one round is enough, where a call is long
-LONG_SECONDS = 0.1  # of such a call
+LONG_SECONDS = 0.1  # least time of such a call
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Entrant:
     once: float = 0.0  # seconds of one run, from `calibrate`
     call: Run | None = None  # one call, where `run` is a graph of several
     eager: bool = False  # host and device together are timed, instead of the device
-    seconds: list[float] = field(default_factory=list)  # of one call of the provider, for each round
+    seconds: list[float] = field(default_factory=list)  # one call of the provider, for each round
     failure: str | None = None
 
     @property

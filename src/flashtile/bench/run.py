@@ -23,7 +23,7 @@ READ_CACHES = 3  # bytes that decoding reads in one sample, in sizes of the last
 MOST_COPIES = 64
 HOST_CALLS = 5
 GRAPH_CALLS = 20  # in a CUDA graph of a short call
-MOST_HOST_SECONDS = 0.02  # of a call that is timed on the host more than once
+MOST_HOST_SECONDS = 0.02  # most time of a call that is timed on the host more than once
 PREPARATION, ROUNDS = "preparation", "rounds"  # steps of a cell that are no provider's
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from .cell import Cell
 from .results import Row
 
-DIGITS = 6  # of seconds: more than a clock has
+DIGITS = 6  # digits of seconds: more than a clock has
 
 
 class Store:

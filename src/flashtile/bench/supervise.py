@@ -33,7 +33,7 @@ from .sweep import Sweep, Timing
 CODE = "from flashtile.bench import supervise; supervise.main()"
 LOST = 3  # exit status of a process whose device is of no use any more
 LAST_SECONDS = 5.0  # before the end no cell begins
-FIRST_STEP_SECONDS = 300.0  # of a process, until its first step
+FIRST_STEP_SECONDS = 300.0  # a process' time until its first step
 
 
 class Unable(Exception):  # noqa: N818

@@ -39,9 +39,9 @@ class Timing:
     sample_seconds: float = 0.05
     rest_seconds: float = 0.02
     fresh_runs: int = 3  # processes for each figure that needs a fresh one
-    most_seconds: float | None = None  # of one cell; then rounds after the third are left out
+    most_seconds: float | None = None  # time of one cell; then rounds after the third are left out
     short_seconds: float | None = None  # shorter calls of a GPU are timed in a CUDA graph, and eagerly too
-    cell_seconds: float | None = None  # of a cell's preparation; providers that come later are left out
+    cell_seconds: float | None = None  # time of a cell's preparation; providers that come later are left out
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Sweep:
     specialists: tuple[str, ...] = ()  # providers that are asked for cells with scores or masks of their own only
 
     def on(self, device: str) -> "Sweep":
-        """The cells for a kind of device; those of `quick` come first."""
+        """The cells for a kind of device; the quick ones come first."""
         cells = [cell for cell in self.cells if cell.device in ("", device)]
         return replace(self, cells=tuple(sorted(cells, key=lambda cell: cell.model not in self.quick)))
 

@@ -1,4 +1,4 @@
-"""The calls that are measured: those of sweeps, and others that are drawn at random."""
+"""The calls that are measured: calls of sweeps, and random ones."""
 
 import random
 from collections.abc import Sequence

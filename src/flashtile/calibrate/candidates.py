@@ -25,7 +25,7 @@ class Subject(NamedTuple):
     """A cell's call, what its backward pass needs, and the gradient of its result."""
 
     call: Call
-    needs: Needs | None  # of a cell of backward
+    needs: Needs | None  # needs of a cell of backward
     dout: torch.Tensor
 
     @classmethod
@@ -44,7 +44,7 @@ class Subject(NamedTuple):
 
 
 def plans(subject: Subject, *, every: bool = False) -> Iterator[tuple[str, Plan]]:
-    """Plans by name, those of a backend the fastest first. Of a second backend's, one is enough unless it may be the
+    """Plans by name, each backend's fastest first. Of a second backend's, one is enough unless it may be the
     faster one, or `every` plan is asked for.
     """
     problem, device = subject.problem, describe_device(subject.call.tensors.q.device)

@@ -8,17 +8,17 @@ import numpy as np
 from ..backend.gpu.cost import OUTSIDE, OVERLAP, Cost
 from ..backend.gpu.rates import ESTIMATED, KERNEL, products
 
-ROUNDS, ALIKE = 14, 4  # of deciding what bounds a call, and those in which all errors count alike
+ROUNDS, ALIKE = 14, 4  # rounds of deciding what bounds a call, and rounds in which all errors count alike
 # Rates of limits at first: what nothing waits for has no least squares. They stay within a factor of BOUND.
 START, BOUND = {"byte": 3e-7, "hopper request": 1.2e-3}, 2.0
-RIDGE, EXCHANGES = 1e-7, 200  # of the least squares
+RIDGE, EXCHANGES = 1e-7, 200  # constants of the least squares
 PRIOR, PRODUCT = 0.01, 5e-7  # weight of what is expected, and microseconds of a product of most kernels
-OUTLIER = 0.2  # of the time, from which an error counts less
+OUTLIER = 0.2  # part of the time, from which an error counts less
 
 
 class Fit(NamedTuple):
     rates: dict[str, float]
-    errors: np.ndarray  # of each call, in parts of its time
+    errors: np.ndarray  # error of each call, in parts of its time
 
 
 def fit(costs: Sequence[Cost], microseconds: Sequence[float]) -> Fit:
@@ -59,7 +59,7 @@ def fit(costs: Sequence[Cost], microseconds: Sequence[float]) -> Fit:
 
 
 def expected(names: Sequence[str]) -> np.ndarray:
-    """Rows that are 0 where a kernel's tile and its steps at an edge take as long as those of others, by its products:
+    """Rows that are 0 where a kernel's tile and its steps at an edge take as long as other kernels', by its products:
     what few calls tell of a kernel stays plausible.
     """
     column = {name: n for n, name in enumerate(names)}

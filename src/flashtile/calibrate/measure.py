@@ -19,7 +19,7 @@ ROUNDS, FEW_ROUNDS = 7, 3
 LONG = 2e4  # microseconds of a call that is repeated less
 SAMPLE = 300.0  # microseconds of calls one after another
 FIRST_CALLS, MOST_CALLS = 4, 20
-TOLERANCE = 0.05  # of results, by which two plans' may differ
+TOLERANCE = 0.05  # difference of results that two plans may have
 
 
 def runner(subject: Subject, plan: Plan, forward: tuple[Any, Any] | None) -> Callable[[], torch.Tensor]:

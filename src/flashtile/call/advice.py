@@ -1,6 +1,6 @@
 """Answers for callers who know another library's attention: its names of arguments, its layouts, its masks.
 
-Each ends in the call that works here. The names are those of PyTorch's `scaled_dot_product_attention` and
+Each ends in the call that works here. The names come from PyTorch's `scaled_dot_product_attention` and
 `flex_attention`, and of `flash_attn`.
 """
 
@@ -16,7 +16,7 @@ from .call import Call
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-PUBLIC: dict[str, inspect.Signature] = {}  # of the attention functions
+PUBLIC: dict[str, inspect.Signature] = {}  # signatures of the attention functions
 
 # Other libraries' names: the answer, and the keyword that does the same here.
 FOREIGN = {

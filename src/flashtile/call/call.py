@@ -57,7 +57,7 @@ class Tensors(NamedTuple):
     seqused_q: Annotated[Tensor | None, Feature((("B",),), INDEX, layouts=(VARLEN,))] = None
     seqused_k: Annotated[Tensor | None, Feature((("B",),), INDEX, layouts=(VARLEN,))] = None
     page_table: Annotated[Tensor | None, Feature((("B", "max_pages"),), INDEX, layouts=(VARLEN,))] = None
-    leftpad_k: Annotated[Tensor | None, Feature((("B",),), INDEX, layouts=(), public=False)] = None  # of a cache
+    leftpad_k: Annotated[Tensor | None, Feature((("B",),), INDEX, layouts=(), public=False)] = None  # a cache's
     # Preallocated, in q's dtype; for calls that bypass the operators. In the accumulation dtype, out is not rounded.
     out: Annotated[Tensor | None, Feature(layouts=(), public=False)] = None
     score_mod_tensors: Sequence[Tensor] = ()  # all that are captured: those of score_mod, then those of a mask function
@@ -72,7 +72,7 @@ class Tensors(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """The scalars of a call, normalised by `api`: causal has become a window, absent means `None`."""
+    """The scalars of a call, normalized by `api`: causal has become a window, absent means `None`."""
 
     scale: float
     softcap: float | None = None
@@ -188,7 +188,7 @@ POSITIONS = tuple(Tensors._fields.index(name) for name in DIFFERENTIABLE)
 
 
 def out_dtype(tensors: Tensors) -> torch.dtype:
-    """The dtype of a call's `out`: q's, or that of a preallocated one."""
+    """The dtype of a call's `out`: q's, or a preallocated tensor's."""
     return tensors.q.dtype if tensors.out is None else tensors.out.dtype
 
 

@@ -173,7 +173,7 @@ def varlen_bounds(call: Call) -> tuple[int, int, int]:
 
 
 def values(call: Call) -> None:
-    """What calls of one signature differ in: the values of index tensors on a CPU."""
+    """Check index values (CPU only); the rest follows from the signature."""
     if call.layout != "dense" and device.host_readable(call.tensors.q):
         varlen_values(call)
 

@@ -41,7 +41,7 @@ def check_results(call: Call, out: Tensor, lse: Tensor, dout: Tensor | None, dls
     residual that its call keeps.
 
     Raises:
-        ArgumentError: one of them is not that of the call's results.
+        ArgumentError: one of them differs from the call's results.
     """
     t = call.tensors
     memory({"out": out, "lse": lse, "dout": dout, "dlse": dlse}, call.layout)

@@ -59,9 +59,9 @@ class CallCounts:
 
 
 PYTORCH = "PyTorch"
-opened: tuple[CallCounts, ...] = ()  # of all threads
+opened: tuple[CallCounts, ...] = ()  # counts of all threads
 _lock = process_lock()
-_operator = threading.local()  # of PyTorch, in whose place a call runs
+_operator = threading.local()  # PyTorch's operator, in whose place a call runs
 
 
 def _after_fork() -> None:
@@ -106,7 +106,7 @@ def calls() -> Iterator[CallCounts]:
 
 @contextmanager
 def in_place_of(operator: str) -> Iterator[None]:
-    """Count the calls of this thread inside of a `with` block as those of an operator of PyTorch."""
+    """Count the calls of this thread inside of a `with` block as an operator of PyTorch."""
     outer = getattr(_operator, "name", None)
     _operator.name = operator
     try:

@@ -22,7 +22,7 @@ def mask_formula(call: Call) -> Formula | None:
 
 
 def types_of(call: Call) -> tuple[tuple[TensorType, ...], tuple[TensorType, ...]]:
-    """The types of the tensors of a score_mod, and of those of a mask function."""
+    """The types of a score_mod's tensors, and of a mask function's."""
     types = tuple([type_of(x) for x in call.tensors.score_mod_tensors])
     return types[: call.num_score_tensors], types[call.num_score_tensors :]
 

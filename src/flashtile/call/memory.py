@@ -27,7 +27,7 @@ def freed(x: Tensor) -> bool:
 
 
 def address(x: Tensor) -> int:
-    """The base address, or 1, which promises nothing, for a transform's wrapper that has no memory of its own."""
+    """Data pointer; 1 (unaligned) for functorch wrappers, which have none."""
     try:
         return x.data_ptr()
     except RuntimeError:

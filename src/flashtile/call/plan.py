@@ -22,7 +22,7 @@ class Plan(NamedTuple):
     tile: Any
     num_splits: int
     why: tuple[tuple[str, str], ...]
-    rest: "Rest | None" = None  # of a backward pass, where a second backend computes some of the gradients
+    rest: "Rest | None" = None  # rest of a backward pass, where a second backend computes some of the gradients
     microseconds: float = 0.0  # that it is expected to take, on a GPU
 
 

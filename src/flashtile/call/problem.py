@@ -12,10 +12,10 @@ from .memory import address
 from .window import Window
 
 OCTET = 8  # keys of a row that share a counter of dropout's random numbers
-FEW_ROWS = 16  # of calls whose time depends on their keys, which grow, and on how heads and sequences divide into cores
+FEW_ROWS = 16  # rows of calls whose time follows from keys, which grow, and from how heads and sequences fill cores
 FINE = 32  # rows and keys of other calls that one plan serves at least: their time depends on numbers of tiles
-PARTS = 32  # of a power of two, of which one is rounded to
-STEPS = 8  # of the batch of few rows from one power of two to the next
+PARTS = 32  # parts of a power of two; lengths are rounded to one
+STEPS = 8  # steps of the batch of few rows from one power of two to the next
 LONGEST = 2**30  # for kernels whose positions are 32-bit integers, and sums of two of them must be
 
 
@@ -62,7 +62,7 @@ class Problem:
     batch: int
     num_heads_q: int
     num_heads_kv: int
-    seqlen_q: int  # of the longest sequence, as far as the host knows it
+    seqlen_q: int  # the longest sequence's, as far as the host knows it
     seqlen_k: int
     head_dim: int
     head_dim_v: int
@@ -78,7 +78,7 @@ class Problem:
     deterministic: bool
     alignment: int  # bytes that divide every stride and base address of q, k and v, at most 16
     octet_start: int = 0  # with dropout: the first key's place among the eight that share a counter
-    fine: Counts | None = None  # of a bucket: rounded less than the others
+    fine: Counts | None = None  # counts of a bucket: rounded less than the others
 
     @classmethod
     def describe(cls, call: Call) -> "Problem":
@@ -88,7 +88,7 @@ class Problem:
             ArgumentError: shapes, dtypes, devices or values do not fit together. CPU tensors of lengths and pages are
                 read; nothing is read back from another device.
         """
-        if not call.is_plain_eager:  # or else the signature tells
+        if call.entry is None or not call.is_plain_eager:  # or else the key of its entry tells
             check.memory(check.named(call), call.layout)
         check.strided(call)
         check.tensors(call)

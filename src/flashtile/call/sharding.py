@@ -3,25 +3,26 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
 
 from .. import private_torch
 from ..dynamo import untraced
 from ..locks import process_lock
 
-KEY = "flashtile.context_parallel"  # of a thread's context
+KEY = "flashtile.context_parallel"  # key of a thread's context
 
 contexts_open = False  # in any thread of the process
 innermost = ""  # the name of the context that was opened last in the process, by which compiled calls are guarded
 traced: Callable[..., Any] | None = None  # sharded calls in graphs; `flashtile.distributed` sets it
+# Sharded calls outside of graphs. `flashtile` sets it, as it imports `flashtile.distributed` at the first one.
+run_public: Callable[..., Any] | None = None
 _names: list[str] = []
 _lock = process_lock()
 
 
 @contextmanager
 def inside(context: Any) -> Iterator[None]:
-    """Make `context` that of this thread, and of the backward passes that it starts. `None` is no context."""
+    """Set the context of this thread, and of the backward passes that it starts. `None` is no context."""
     outer, name = current(), context_name(context)
     private_torch.stash_in_thread(KEY, context)
     with _lock:
@@ -72,8 +73,8 @@ def run_sharded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     context = current()
     if context is None and not is_dtensor(args[0] if args else kwargs.get("q")):
         return NotImplemented
-    module = import_module("flashtile.distributed.context")  # by name, as it is a layer above
-    return module.run_public(function.__name__, args, kwargs, context)
+    assert run_public is not None
+    return run_public(function.__name__, args, kwargs, context)
 
 
 def is_dtensor(x: Any) -> bool:

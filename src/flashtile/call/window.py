@@ -90,7 +90,7 @@ def key_range(window: Window, first_row: int, last_row: int, seqlen_k: int, diag
 
 
 def row_range(window: Window, first_key: int, last_key: int, diagonal: int) -> tuple[float, float]:
-    """The first and the last row, without limits infinite, outside of which no row sees the keys `first_key..last_key`
+    """The first and the last row (infinite without limits) that may see the keys `first_key..last_key`
     (inclusive; all are positions in the whole sequence).
     """
     lo, hi = -math.inf, math.inf

@@ -4,7 +4,7 @@ from .problem import Problem
 
 
 def in_words(problem: Problem, *, lengths: bool = True) -> str:
-    """A problem for people. The lengths of a plan's problem are those of its bucket, which no caller knows."""
+    """A problem for people. A plan's problem has the lengths of its bucket, which no caller knows."""
     p = problem
     dtype = str(p.dtype).removeprefix("torch.")
     heads = f"{p.num_heads_q}/{p.num_heads_kv}" if p.num_heads_q != p.num_heads_kv else f"{p.num_heads_q}"

@@ -96,7 +96,7 @@ def run(
     """Time attention of several libraries on the same inputs, interleaved in this process.
 
     Every result is first compared with an fp64 oracle; a wrong one has no speed. In each round every provider is timed
-    once after the same rest. Figures are medians over rounds with their 20% and 80% quantiles; FLOPs are those of
+    once after the same rest. Figures are medians over rounds with their 20% and 80% quantiles; FLOPs count
     visible pairs, 2.5 times as many backward. Cells that cannot be measured are listed with the reason.
     """
     install_arch(as_arch)
@@ -142,7 +142,7 @@ def run(
             print_results(results)
 
 
-STEP_SECONDS = 120.0  # of a provider's preparation with its compilation and check, and of a cell's rounds
+STEP_SECONDS = 120.0  # time of a provider's preparation with its compilation and check, and of a cell's rounds
 
 
 def into_store(

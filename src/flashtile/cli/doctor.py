@@ -7,7 +7,7 @@ import warnings
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,20 +19,11 @@ from ..backend.gpu.origin import archive_in_words
 from ..call.device import describe_device
 from ..dispatch.planner import backends
 from .env import gpu_driver
+from .finding import BROKEN, OK, WARNING, Finding
 from .options import json_option, option, print_json
 
-OK, WARNING, BROKEN = "ok", "warning", "BROKEN"
 NVIDIA = Path("/dev/nvidiactl")  # there with the driver of an NVIDIA GPU
-TOLERANCE = 2e-2  # of elements of bfloat16; far above its rounding, far below a mistake
-
-
-class Finding(NamedTuple):
-    """What a check found, and what to do about it."""
-
-    check: str
-    state: str
-    words: str
-    advice: str = ""
+TOLERANCE = 2e-2  # for elements of bfloat16; far above its rounding, far below a mistake
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -72,7 +63,7 @@ def attempted(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     """The findings of a check. One that fails is a finding too."""
     try:
         yield from check()
-    except Exception as error:  # of an unusual machine
+    except Exception as error:  # an unusual machine's
         words = f"the check failed: {type(error).__name__}: {error}"
         yield Finding(
             f"the check of {check.__name__}", BROKEN, words, "please report this, with the output of `flashtile env`"

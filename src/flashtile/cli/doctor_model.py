@@ -7,10 +7,10 @@ import torch
 
 from .. import explain
 from ..errors import AttentionError
-from .doctor import BROKEN, OK, WARNING, Finding
+from .finding import BROKEN, OK, WARNING, Finding
 from .options import CommandError
 
-TOKENS = 2048  # of the prompt
+TOKENS = 2048  # tokens of the prompt
 PASSES = {f"prompt of {TOKENS} tokens": TOKENS, f"one token after {TOKENS}": 1}
 
 
@@ -64,7 +64,7 @@ def takes_functions(config: Any) -> bool | None:
 
 
 def sizes(config: Any) -> tuple[int, int, int, int]:
-    """Query heads, key heads, head dimension and that of values."""
+    """Query heads, key heads, head dimensions of keys and of values."""
     heads = config.num_attention_heads
     heads_kv = getattr(config, "num_key_value_heads", None) or heads
     if getattr(config, "qk_nope_head_dim", None):  # latent attention

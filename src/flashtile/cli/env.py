@@ -12,7 +12,7 @@ import torch
 
 from .. import __version__
 from ..as_arch import ARCH_VARIABLE
-from ..backend.cpu.support import VECTORS_VARIABLE
+from ..backend.cpu.targets import VECTORS_VARIABLE
 from ..backend.gpu.archive import KERNELS_VARIABLE
 from ..backend.gpu.origin import archive_in_words
 from ..backend.user_files import CACHE_VARIABLE
@@ -51,7 +51,7 @@ def survey() -> tuple[dict[str, Any], dict[str, str]]:
     for name, probe in PROBES.items():
         try:
             facts[name] = probe()
-        except Exception as error:  # of an unusual machine
+        except Exception as error:  # an unusual machine's
             unknown[name] = f"{type(error).__name__}: {error}"
     return facts, unknown
 

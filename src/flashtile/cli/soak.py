@@ -54,7 +54,7 @@ def run(
 ) -> int:
     """Call without pause from several threads, and check that results stay the same and memory stays flat.
 
-    Problems are those of `flashtile verify`, each in several ways: forward and backward, compared with the oracle,
+    Problems are as in `flashtile verify`, each in several ways: forward and backward, compared with the oracle,
     deterministic, with a mistake that has to be refused; on a GPU also captured in graphs, and with memory that runs
     out in the middle. A first round runs every problem in every way. Then memory is sampled every ten seconds while
     nothing runs, and its median over the last third of the soak may exceed that over the middle third only by a limit.

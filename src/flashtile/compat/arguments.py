@@ -1,4 +1,4 @@
-"""Arguments of FlashAttention's interfaces as those of flashtile, and the refusal of those that it does not have."""
+"""Arguments of FlashAttention's interfaces as flashtile's, and the refusal of all that it does not have."""
 
 from collections.abc import Sequence
 from operator import index

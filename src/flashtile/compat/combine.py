@@ -19,7 +19,7 @@ def flash_attn_combine(
         lse_partial: `[num_splits, B, S, H]`, natural logarithms; -inf where a part has no key for a row, whose
             `out_partial` then may be anything, as in the original.
         out: a tensor `[B, S, H, D]` for the result, of its dtype.
-        out_dtype: dtype of the result; that of `out_partial` if `None`.
+        out_dtype: dtype of the result; `out_partial`'s if `None`.
 
     Returns:
         `out [B, S, H, D]` and `lse [B, S, H]`, which lies in memory as `[B, H, S]`. Rows without a key in any part have

@@ -49,8 +49,8 @@ def flash_attn_func(
 ) -> Any:
     """Attention over `[B, S, H, D]` with FlashAttention-3's arguments; tensors are viewed, never copied.
 
-    The arguments are those of `flashtile.compat.flash_attn.flash_attn_func`. With `attention_chunk`, query
-    i sees the keys of one chunk of so many positions, that of `i + Sk - Sq`. `num_splits`
+    The arguments: as in `flashtile.compat.flash_attn.flash_attn_func`. With `attention_chunk`, query
+    i sees the keys of one chunk of so many positions, the one with `i + Sk - Sq`. `num_splits`
     are parts that the keys are split into; up to 1 lets the backend choose. `pack_gqa` and `sm_margin`, which tune the
     original's kernels, are accepted and ignored. `qv` and descales must be `None`.
 
@@ -140,7 +140,7 @@ def flash_attn_varlen_func(
     """Attention over packed sequences with FlashAttention-3's arguments, `q [Tq, Hq, D]`, `k [Tk, Hkv, D]`.
 
     `seqused_k`, integers `[B]`, are the keys of each sequence that exist, and `seqused_q` its queries: rows past them
-    give 0, with lse -inf. The other arguments are those of `flash_attn_func`.
+    give 0, with lse -inf. The other arguments: as in `flash_attn_func`.
 
     Returns:
         `out [Tq, Hq, Dv]`; with `return_attn_probs` `(out, softmax_lse [Hq, Tq])`, -inf for rows that see no key.
@@ -200,8 +200,8 @@ def flash_attn_with_kvcache(
         max_seqlen_q: an int with `cu_seqlens_q`; no result depends on it.
         rotary_seqlens: integers `[B]`, rotary positions of the first token, in place of `cache_seqlens`.
 
-    The other arguments are those of `flashtile.compat.flash_attn.flash_attn_with_kvcache`, where `block_table` is
-    called `page_table`, and those of `flash_attn_func`. `scheduler_metadata` is accepted and ignored.
+    The other arguments: as in `flashtile.compat.flash_attn.flash_attn_with_kvcache`, where `block_table` is
+    called `page_table`, and as in `flash_attn_func`. `scheduler_metadata` is accepted and ignored.
 
     Returns:
         `out` in the shape of q with Dv; with `return_softmax_lse` `(out, softmax_lse, out_accum, softmax_lse_accum)`:

@@ -147,7 +147,7 @@ def flash_attn_varlen_func(
         seqused_k: the same for keys; by default all of each sequence, or of its pages.
         page_table: integers `[B, max_pages]`, without `cu_seqlens_k`.
 
-    The other arguments are those of `flash_attn_func`. `min_seqlen_k` must be `None`. `scheduler_metadata`,
+    The other arguments: as in `flash_attn_func`. `min_seqlen_k` must be `None`. `scheduler_metadata`,
     `seqlen_k_per_split` and `disable_scheduler_metadata`, which tune the original, are accepted and ignored.
 
     Returns:

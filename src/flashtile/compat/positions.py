@@ -2,7 +2,7 @@
 
 flashtile's queries are the last tokens of their sequences, and are rotated there by default. FlashAttention rotates
 query i at `cache_seqlens + i` with `causal`, a window or chunks, and all queries at `cache_seqlens` otherwise. Chunks
-of flashtile begin at the first position of a cache, those of FlashAttention at its first key.
+of flashtile begin at the first position of a cache, FlashAttention's at its first key.
 """
 
 from collections.abc import Callable

@@ -49,7 +49,7 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Attention over packed sequences, or over pages, with SGLang's arguments.
 
-    The arguments are those of `flashtile.compat.flash_attn_3.flash_attn_varlen_func`, and `page_table` `[B, max_pages]`
+    The arguments: as in `flashtile.compat.flash_attn_3.flash_attn_varlen_func`, and `page_table` `[B, max_pages]`
     for pages `[num_pages, page_size, Hkv, D]`; `sinks` `[Hq]`, whose exponentials join each row's denominator; `out`, a
     tensor for the result; `ver`, 3 or 4, on which nothing depends. `qv`, descales and CuTe functions are declined.
 
@@ -123,7 +123,7 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Append to a KV cache, in place, and attend over it, with SGLang's arguments.
 
-    The arguments are those of `flashtile.compat.flash_attn_3.flash_attn_with_kvcache`, and `sinks`, `out` and `ver` as
+    The arguments: as in `flashtile.compat.flash_attn_3.flash_attn_with_kvcache`, and `sinks`, `out` and `ver` as
     in `flash_attn_varlen_func`. SGLang passes `cu_seqlens_k_new`, of the whole cache, without keys to append: it is
     ignored then, as in the original.
 

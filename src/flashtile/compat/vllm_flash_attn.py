@@ -71,7 +71,7 @@ def flash_attn_varlen_func(
         fa_version: 2, 3 or 4. It decides what `softmax_lse` is for a row that sees no key: +inf with 2, else -inf.
         window_size: `(left, right)`, where -1 is unlimited; `None` is no window.
 
-    The other arguments are those of `flashtile.compat.flash_attn.flash_attn_varlen_func`. `scheduler_metadata` and
+    The other arguments: as in `flashtile.compat.flash_attn.flash_attn_varlen_func`. `scheduler_metadata` and
     `return_attn_probs` are accepted and ignored, as there. `q_v`, descales and `cp_world_size` above 1 are declined.
 
     Returns:

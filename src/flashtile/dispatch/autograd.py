@@ -19,7 +19,7 @@ from ..call.call import Call, Tensors, differentiable_positions, public_lse, spl
 from ..call.eager import in_forward_mode
 from ..dynamo import untraced
 from ..errors import AttentionError
-from . import batched, operators
+from . import batched, fast_path, operators
 from .derivatives import (
     GradientCall,
     attention_function,
@@ -34,13 +34,13 @@ Results = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # out, lse, dout 
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of a normalised call, differentiable where a tensor requires it."""
+    """`out` and `lse` of a normalized call, differentiable where a tensor requires it."""
     return public_lse(call, attend_with_row_stats(call))
 
 
 def attend_with_row_stats(call: Call) -> tuple[Tensor, Tensor]:
     """As `attend`, with the residual of `lse` where that is kept."""
-    if call.is_plain_eager:
+    if fast_path.bypasses_dispatcher(call):
         if torch.is_grad_enabled() and requires_grad(flat := call.tensors.flat()):
             return attend_with_gradients(call, flat)
         return operators.run_forward(call)
@@ -70,7 +70,7 @@ def operator_differentiates() -> bool:
 @untraced
 def attend_with_gradients(call: Call, flat: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
     """After a graph break, Dynamo would compile this frame, and fail on a private name (torch 2.13)."""
-    return private_torch.apply_at_one_level(EagerAttention)(call, *flat)  # type: ignore[no-any-return]
+    return applied(Attention, call, *flat)  # type: ignore[no-any-return]
 
 
 def requires_grad(tensors: Iterable[Tensor | None]) -> bool:
@@ -123,6 +123,8 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(call: Call, *flat: Tensor | None) -> tuple[Tensor, Tensor]:
+        if call.is_plain_eager:
+            return operators.run_forward(call)
         operator, outer = operators.operators_of(call), operators.tangents.elsewhere
         operators.tangents.elsewhere = True  # in `jvp`
         try:
@@ -133,7 +135,9 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         call, *flat = inputs
-        save_for_backward(ctx, call, output, flat)
+        ctx.settings, ctx.entry, ctx.kept = call.settings, call.entry, call.kept
+        ctx.save_for_backward(*output, *flat)
+        ctx.set_materialize_grads(False)
         ctx.save_for_forward(*output, *flat)
 
     @staticmethod
@@ -172,26 +176,6 @@ def input_gradients(call: Call, results: Results, needed: Sequence[bool]) -> lis
         if gradient is not None and needed[n] and (x := flat[n]) is not None:
             gradients[n] = operators.in_dtype(gradient, x.dtype)
     return gradients
-
-
-class EagerAttention(torch.autograd.Function):
-    """`Attention` of a plain eager call, which no transform differentiates: there is no `jvp`, and one function in the
-    place of two, which takes less time.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, *flat: Tensor | None) -> tuple[Tensor, Tensor]:
-        results = operators.run_forward(call)
-        save_for_backward(ctx, call, results, flat)
-        return public_lse(call, results)
-
-    backward = Attention.backward  # pyright: ignore[reportAssignmentType]
-
-
-def save_for_backward(ctx: Any, call: Call, results: tuple[Tensor, ...], flat: Sequence[Tensor | None]) -> None:
-    ctx.settings, ctx.entry, ctx.kept = call.settings, call.entry, call.kept
-    ctx.save_for_backward(*results, *flat)
-    ctx.set_materialize_grads(False)
 
 
 class AttentionBackward(torch.autograd.Function):
@@ -241,7 +225,7 @@ def tangents_of_gradients(
     flat: Sequence[Tensor | None],
     tangents: Sequence[Tensor | None],
 ) -> tuple[Tensor, ...]:
-    """The tangents of the needed gradients, from those of `dout`, `dlse` and the inputs."""
+    """The tangents of the needed gradients, from the tangents of `dout`, `dlse` and the inputs."""
     out, lse, dout, dlse = saved
     ddout, ddlse, *directions = tangents
     results: list[Tensor | None] = [None] * len(of.needs)

@@ -54,7 +54,7 @@ def attend_with_cache(call: CacheCall) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a normalized call."""
     cache, q = call.cache, call.tensors.q
     refuse_derivatives(call.inputs)
-    if call.is_plain_eager:
+    if fast_path.bypasses_dispatcher(call):
         return run_with_cache(call)
     if cache.k is not None and torch.is_autocast_enabled(q.device.type):
         k, v = (None if x is None else x.to(q.dtype) for x in (cache.k, cache.v))

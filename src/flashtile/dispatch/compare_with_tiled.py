@@ -17,7 +17,7 @@ from ..call.problem import Problem
 from . import passes, planner
 
 LENGTHS = 200, 333  # queries and keys
-TOLERANCE = 2.0**-6  # of a row's largest element, or FLOOR times the largest of all
+TOLERANCE = 2.0**-6  # parts of a row's largest element, or FLOOR times the largest of all
 FLOOR = 2.0**-4
 LSE_TOLERANCE = 2.0**-9
 
@@ -63,7 +63,7 @@ def small_call(kernels: KernelClass, device: torch.device) -> Call:
         return Call(Tensors(q[None], k[None], v[None]), settings)
     tokens = [x.transpose(0, 1).contiguous() for x in (q, k, v)]
     bounds = ((0, seqlen_q // 2, seqlen_q // 2, seqlen_q), (0, seqlen_k // 3, seqlen_k // 2, seqlen_k))
-    offsets = [torch.tensor(x, dtype=torch.int32, device=device) for x in bounds]  # of the second, keys only
+    offsets = [torch.tensor(x, dtype=torch.int32, device=device) for x in bounds]  # the second one for keys only
     settings = settings._replace(max_seqlen_q=seqlen_q, max_seqlen_k=seqlen_k)
     return Call(Tensors(*tokens, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1]), settings)
 

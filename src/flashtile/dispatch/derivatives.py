@@ -36,7 +36,7 @@ def in_places(num_flat: int, needs: list[bool], values: Sequence[Any]) -> list[A
 
 def recomputed(function: Any, settings: Any, *groups: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """`function(settings, *groups)` as one operation. In the jvp of an autograd.Function, tangents of outer levels pass
-    through a whole Function alone: PyTorch (2.13) drops those of all other operations.
+    through a whole Function alone: PyTorch (2.13) drops the tangents of all other operations.
     """
     from ..backend.tiled.transforms import Recompute
 

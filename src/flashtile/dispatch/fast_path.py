@@ -2,8 +2,8 @@
 
 The first plain eager call of a layout checks its arguments and makes a plan; the second one skips both and records its
 allocations and launches; later ones replay them. One-off layouts, as of a sequence that grows with each call, are never
-recorded. Without this module (`find` and `find_call` return `None`) every call takes the operators' way, with the same
-results.
+recorded. `api.repeated` finds calls in the same table by the arguments as the caller passed them. Without the table
+(`enabled` is false) every call is normalized, checked and planned, with the same results.
 """
 
 import os
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import private_torch
-from ..backend.cpu.support import VECTORS_VARIABLE
+from ..backend.cpu.targets import VECTORS_VARIABLE
 from ..backend.replays import Recording
 from ..call import check, counting, device
 from ..call.call import Call, Needs, Settings, differentiable_positions
@@ -26,7 +26,7 @@ from . import forking, planner
 from .passes import function_of, recorder_of
 from .planner import BACKEND_VARIABLE, plan_call
 
-GENERATION = 2048  # layouts
+GENERATION = 2048  # keys
 MOST_BACKWARD = 64  # layouts of one forward call's backward passes
 
 # Where os.environ looks a name up. It raises an error where there is none, which takes longer than all of the lookup.
@@ -43,10 +43,10 @@ class Pass:
     __slots__ = ("in_dtypes", "layouts", "plan", "recording", "replay")
 
     def __init__(self, layouts: Layouts | None = None) -> None:
-        self.layouts = layouts  # of a backward pass; an entry has one forward pass
+        self.layouts = layouts  # layouts of a backward pass; an entry has one forward pass
         self.plan: Plan | None = None
         self.replay: Callable[..., Any] | None = None
-        self.recording: Recording | None = None  # of the replay, if it has one, and needs no context around it
+        self.recording: Recording | None = None  # the replay's, if it has one, and needs no context around it
         self.in_dtypes = False  # whether recorded gradients have their inputs' dtypes
 
     def run(self, call: Call, kind: str, inside: Callable[[Call], Any], needs: Needs | None, *rest: Any) -> Any:
@@ -88,61 +88,80 @@ def checked(call: Call) -> Call:
 class Entry:
     """Everything kept for the calls with one key."""
 
-    __slots__ = ("apart", "backward", "forward", "num_repeated", "paged", "rooms", "settings")
+    __slots__ = ("apart", "backward", "forward", "num_repeated", "paged", "rooms")
 
     def __init__(self) -> None:
-        self.settings: Settings | None = None  # normalized; present once the arguments have been checked
         self.forward = Pass()
         self.backward: dict[Hashable, list[Pass]] = {}  # by needs and absent tensors; each for other layouts
-        self.paged: Settings | None = None  # of a KV-cache call whose cache has been checked
+        self.paged: Settings | None = None  # settings of a KV-cache call whose cache has been checked
         self.rooms: set[int] = set()  # positions in sharded caches for which the call was accepted
         self.apart: set[tuple[int, ...]] = set()  # distances in bytes between caches and new keys that do not overlap
         self.num_repeated = 0  # sets of arguments that `repeated.py` keeps for this call
 
 
-# Least recently used entries go first: a full generation becomes the older one, whose unused entries are dropped.
-# There is no lock, which a forked process could inherit locked.
-_recent: dict[Hashable, Entry] = {}
-_older: dict[Hashable, Entry] = {}
-repeated: dict[Hashable, list[Any]] = {}  # calls by their arguments (`repeated.py`)
+class Table:
+    """What is known of calls: an `Entry` by a call and its layouts, a list of `api.repeated.Repeated` by arguments.
+
+    Least recently used keys go first: a full generation becomes the older one, whose unused keys are dropped. There is
+    no lock, which a forked process could inherit locked.
+    """
+
+    __slots__ = ("older", "recent")
+
+    def __init__(self) -> None:
+        self.recent: dict[Hashable, Any] = {}
+        self.older: dict[Hashable, Any] = {}
+
+    def get(self, key: Hashable) -> Any:
+        known = self.recent.get(key)
+        if known is None:
+            known = self.older.get(key)
+            if known is not None:
+                self.put(key, known)
+        return known
+
+    def put(self, key: Hashable, value: Any) -> None:
+        if len(self.recent) >= GENERATION:
+            self.recent, self.older = {}, self.recent
+        self.recent[key] = value
 
 
-def entry(key: Hashable) -> Entry:
-    """The entry of a key, made if there is none."""
-    global _recent, _older
-    known = _recent.get(key)
-    if known is None:
-        known = _older.get(key)
-        known = Entry() if known is None else known
-        if len(_recent) >= GENERATION:
-            _recent, _older = {}, _recent
-        _recent[key] = known
-    return known
+table = Table()
+enabled = True
 
 
 def forget() -> None:
     """Drop all entries and plans: for tests that change what a support module says."""
-    global _recent, _older
-    _recent, _older = {}, {}
-    repeated.clear()
+    table.recent, table.older = {}, {}
     planner.forget_plans()
 
 
-def find(what: Hashable, q: Tensor, tensors: Sequence[Tensor | None]) -> Entry | None:
-    """The entry of a call of `what` (function and settings) with these tensors, q among them; `None` where a call takes
-    the operators' way.
-    """
-    if forking.forked:
-        return None
-    layouts = layout_key(tensors)
-    return None if layouts is None else entry((what, state_of_process(q), layouts))
-
-
 def find_call(call: Call) -> Entry | None:
-    """The entry of a call that came through an operator."""
-    keys = (call.settings.score_mod, call.settings.mask_mod)
-    local = any(key is not None and is_local(key) for key in keys)
-    return None if local else find(call.key, call.tensors.q, call.inputs)
+    """The entry of a call, made if there is none; `None` where nothing is kept: in a forked process, for a tensor that
+    has no memory, and for a function that reads objects of this process.
+    """
+    functions = (call.settings.score_mod, call.settings.mask_mod)
+    if not enabled or forking.forked or any(key is not None and is_local(key) for key in functions):
+        return None
+    layouts = layout_key(call.inputs)
+    if layouts is None:
+        return None
+    key = call.key, state_of_process(call.tensors.q), layouts
+    known = table.get(key)
+    if known is None:
+        known = Entry()
+        table.put(key, known)
+    return known  # type: ignore[no-any-return]
+
+
+def bypasses_dispatcher(call: Call) -> bool:
+    """Whether a call runs without an operator: nothing looks at it, and it has an entry. A call without one, whose
+    tensors may have no memory, takes the operators' way.
+    """
+    if call.is_plain_eager and call.entry is None:
+        call.entry = find_call(call)
+        call.is_plain_eager = call.entry is not None
+    return call.is_plain_eager
 
 
 def state_of_process(q: Tensor) -> Hashable:

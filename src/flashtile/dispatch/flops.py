@@ -49,7 +49,7 @@ def num_cache_pairs(call: CacheCall) -> int:
 
 
 def readable(x: Tensor) -> bool:
-    """Whether it has values: those of traced programs have none."""
+    """Whether it has values: tensors of traced programs have none."""
     return type(x) is Tensor and x.device.type != "meta"
 
 

@@ -13,7 +13,7 @@ from ..call.call import Call, Needs, Tensors
 from ..call.device import Device, meta_tensors_on
 from ..call.memory import address
 from ..call.plan import Plan
-from .passes import function_of
+from .passes import entry_of, function_of
 from .planner import SUPPORT, optional
 
 ADDRESS_BITS = 40  # between the addresses of two tensors
@@ -33,10 +33,10 @@ def launches_of(call: Call, device: Device, plan: Plan, backward: tuple[Plan, Ne
 
 
 def tiles_of(plan: Plan, call: Call, needs: Needs | None = None) -> dict[str, Any]:
-    """The tiles of a call's forward pass by `plan` or, with `needs`, of its backward pass, by name: those of the plan,
+    """The tiles of a call's forward pass by `plan` or, with `needs`, of its backward pass, by name: the plan's,
     which has several calls, unless the backend chooses among them.
     """
-    tiles = getattr(SUPPORT[plan.backend], "tiles", None)
+    tiles = getattr(entry_of(plan.backend), "tiles", None)
     if tiles is None:
         return plan.tile._asdict()  # type: ignore[no-any-return]
     return tiles(plan, without_memory(call), needs)  # type: ignore[no-any-return]
@@ -60,7 +60,7 @@ def without_memory(call: Call) -> Call:
 
 
 def on_meta(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Tensors of the same layouts, none of which overlap."""
+    """Tensors of the same layouts, which do not overlap."""
     made: list[Tensor | None] = []
     for n, x in enumerate(tensors):
         if x is None:

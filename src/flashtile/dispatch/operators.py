@@ -224,7 +224,7 @@ def run_backward(
 
 
 def check_numbers(function: str, call: Call) -> None:
-    """Check the settings of an operator that runs, and make them those of an eager call: until now, numbers that a
+    """Check the settings of an operator that runs, and make them an eager call's: until now, numbers that a
     traced program computes were symbols.
     """
     call.settings = of_program(function, call.settings)
@@ -288,11 +288,10 @@ def in_schema(gradients: Sequence[Tensor | None], call: Call) -> tuple[Any, ...]
 def inside_operator(call: Call) -> AbstractContextManager[None]:
     """A context for an operator's own work, wherever it is called from.
 
-    No autocast: that has already acted on the arguments, in `normalize`, and products in here keep their dtypes. No
-    graph of the caller's. But torch.autograd, which a backend uses on a tile, also where the operator is called from
-    below it (compiled graphs).
+    Autocast is off: it has acted on the arguments, in `normalize`, and products keep their dtypes. Grad mode is off,
+    but autograd is on, because backends differentiate tiles by it, also in compiled graphs, which call from below it.
 
-    Nothing of a plain eager call asks for a graph, or `autograd` has made a node.
+    A plain eager call needs neither: it has no graph, or `autograd` has made a node.
     """
     around = private_torch.is_any_autocast_enabled() or (not call.is_plain_eager and torch.is_grad_enabled())
     inside = Inside(call.tensors.q.device.type) if around or private_torch.below_autograd() else ALREADY_INSIDE

@@ -1,4 +1,4 @@
-"""The functions that run a plan: those of its backend, or of two backends that share the gradients."""
+"""The functions that run a plan: its backend's, or of two backends that share the gradients."""
 
 import functools
 import importlib

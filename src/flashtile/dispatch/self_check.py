@@ -25,7 +25,7 @@ from ..processes import run_python
 TIMEOUT = 300.0  # seconds, compilation included
 CODE = "import sys; from flashtile.dispatch import compare_with_tiled as c; c.main(*sys.argv[1:])"
 PACKAGE = Path(__file__).parents[1]
-FOLDER = "self-checks"  # of answers, in the user's cache
+FOLDER = "self-checks"  # folder of answers, in the user's cache
 SOURCES = ("gpu", "hopper")  # folders below `backend` whose content decides what is compiled
 
 _answers: dict[str, str | None] = {}  # by key, of this process

@@ -28,7 +28,7 @@ class Description(NamedTuple):
     v: Shape
     dtype: str
     features: dict[str, Shape]
-    checksums: dict[str, int]  # of tensors that all ranks have, by the names of arguments
+    checksums: dict[str, int]  # checksums of tensors that all ranks have, by the names of arguments
     captured: tuple[Shape, ...]
     requires_grad: tuple[bool, ...]
     layout: str | Layout
@@ -88,7 +88,7 @@ def checksum(x: Tensor) -> int:
 
 
 def shape_of(x: Tensor, num_rows: int) -> Shape:
-    """A feature's shape; rows of pairs may be those of the rank, of which each has its own number."""
+    """A feature's shape; rows of pairs may be the rank's, and each rank has its own number."""
     if x.dim() != 4 or x.shape[2] not in (1, num_rows):
         return tuple(x.shape)
     return *x.shape[:2], "own rows", x.shape[3]

@@ -23,7 +23,7 @@ from .mask_work import EXAMPLE, mask_blocks
 from .visible import BLOCK, Document
 from .work import Visible, imbalance, work_of
 
-CHUNKS = 1, 2, 4, 8, 16  # of a rank
+CHUNKS = 1, 2, 4, 8, 16  # chunks of a rank
 # Of twice as many chunks: what they have to take off the busiest rank's work over the mean. Each is a part of its own,
 # and needs keys of its own in a window.
 PRICE = 0.01
@@ -59,7 +59,7 @@ def balanced(
     Args:
         mesh: a `DeviceMesh` with one or two dimensions, or a number of ranks.
         length: rows of the whole sequence, which has as many keys; of packed sequences all tokens.
-        causal, window, attention_chunk, mask: those of the calls. A mask that is a tensor is that of all rows.
+        causal, window, attention_chunk, mask: as in the calls. A mask tensor has all rows.
         cu_seqlens: offsets `[B + 1]` of packed sequences, in a list or a tensor on the CPU.
         batch: sequences for which a mask function that depends on them is counted.
         heads: query heads for which a mask function that depends on them is counted.
@@ -151,7 +151,7 @@ def assigned(chunks: list[Piece], work: list[float], ranks: int) -> tuple[tuple[
 
     Args:
         chunks: all pieces of the sequence, in their order.
-        work: that of each chunk.
+        work: each chunk's.
         ranks: their numbers of chunks differ by one at most. Of several with as little work, the one takes a chunk that
             has the chunk before or after it, so that they join.
     """

@@ -1,4 +1,4 @@
-"""The inputs of a decoding step: checked as those of one device are, against the room in the caches of all ranks."""
+"""The inputs of a decoding step: checked as one device's are, against the room in the caches of all ranks."""
 
 from typing import Any, NamedTuple
 
@@ -8,12 +8,13 @@ from torch import Tensor
 from ..api.normalize import lengths_of, normalize
 from ..api.settings import DEFAULT_ROTARY
 from ..call import check, device
-from ..call.cache import as_pages
+from ..call.cache import CacheCall, as_pages
 from ..call.cache_tensors import CACHE_INDICES, CacheTensors, appended
 from ..call.call import Call, with_copies
 from ..call.check_cache import check_cache, check_values, check_writable
 from ..call.problem import Problem
 from ..call.sharding import is_dtensor
+from ..dispatch import fast_path
 from ..dispatch.cache_operator import refuse_derivatives
 from ..errors import ArgumentError, AttentionError
 from .agreement import Description, agree
@@ -28,7 +29,7 @@ class Step(NamedTuple):
 
     call: Call  # its k and v are this rank's caches
     cache: CacheTensors  # this rank's
-    layout: Layout  # of the whole cache
+    layout: Layout  # layout of the whole cache
     rank: int
 
     @property
@@ -66,12 +67,13 @@ def normalized(tensors: dict[str, Any], cache: CacheTensors, keywords: dict[str,
         cache = cache._replace(cache_seqlens=lengths_of("cache_seqlens", cache.cache_seqlens, tensors["q"], None))
     call = normalize(
         "attention_with_kvcache", tensors | {"k": cache.k_cache, "v": cache.v_cache}, score_mod=None, dropout_p=0.0,
-        dropout_seed=None, cache=cache, rotary=DEFAULT_ROTARY, **keywords,
+        dropout_seed=None, cache=cache, **keywords,
     )  # fmt: skip
     if call.settings.top_left:
         raise ArgumentError("causal", "top_left", "True or False", EXAMPLE)
     refuse_derivatives(call.tensors[:-1], cache)
     check.memory(cache._asdict(), "paged")
+    call.entry = fast_path.find_call(CacheCall(call, cache, DEFAULT_ROTARY))
     if cache.k is not None and cache.v is not None:
         check_writable(call.entry, cache.k_cache, cache.v_cache, cache.k, cache.v)
     q = call.tensors.q
@@ -83,15 +85,15 @@ def normalized(tensors: dict[str, Any], cache: CacheTensors, keywords: dict[str,
 
 
 def layout_of_cache(cache: Tensor, grid: Grid, length: int | None, sizes: list[int] | None) -> Layout:
-    """The layout of the whole cache's positions, of which this rank has its own.
+    """The layout of the whole cache's positions; this rank has its own part.
 
     Args:
         cache: this rank's.
         grid: the ranks.
-        length: positions of the whole; `None` stands for as many on each rank, or for those of `sizes`.
+        length: positions of the whole; `None` stands for as many on each rank, or for `sizes`.
         sizes: positions of all ranks, if they have been compared.
     """
-    own = cache.shape[2] if cache.dim() == 4 else 0  # of others the shape is refused later, by name
+    own = cache.shape[2] if cache.dim() == 4 else 0  # other shapes are refused later, by name
     layout = layout_of("k_cache", "contiguous", own, grid.size, sum(sizes) if sizes and length is None else length)
     expected = [layout.rows(rank) for rank in range(grid.size)]
     if sizes is not None and sizes != expected:
@@ -127,7 +129,7 @@ def check_against_room(call: Call, cache: CacheTensors, room: int) -> None:
 
 
 def longer(cache: Tensor, more: int) -> Tensor:
-    """A tensor like `cache` with more positions, all of which are one element."""
+    """A tensor like `cache` with more positions, which share one element."""
     if cache.dim() != 4:
         return cache
     heads, width = cache.shape[:2], cache.shape[3]

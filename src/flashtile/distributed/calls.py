@@ -52,7 +52,7 @@ class Prepared(NamedTuple):
     keys: Layout
     workload: Workload
     scheme: str
-    documents: tuple[Document, ...] | None  # of a packed call
+    documents: tuple[Document, ...] | None  # documents of a packed call
 
     @property
     def outer(self) -> str:
@@ -107,7 +107,7 @@ def placed(
 def layouts_of(
     call: Call, layout: str | Layout, grid: Grid, lengths: tuple[int | None, ...], numbers: tuple[list[int], ...]
 ) -> tuple[Layout, Layout]:
-    """The layouts of rows and keys, of which this rank has its own, and all ranks theirs if that was asked."""
+    """The layouts of rows and keys: this rank's, and all ranks' if that was asked."""
     layouts = []
     for argument, x, length, checked in zip(
         ("q", "k"), call.tensors[:2], lengths, numbers or (None, None), strict=True
@@ -182,7 +182,7 @@ def depends_on_positions(t: Tensors, s: Settings) -> bool:
 
 
 def as_batch(tensors: dict[str, Any]) -> dict[str, Any]:
-    """The tensors of a packed call as those of a batch of 1."""
+    """The tensors of a packed call as a batch of 1."""
     tensors = dict(tensors)
     for name in ("q", "k", "v"):
         x = tensors[name]
@@ -193,6 +193,6 @@ def as_batch(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def lengths_of(documents: tuple[Document, ...]) -> tuple[int, int]:
-    """The numbers of all ranks' rows and keys."""
+    """Rows and keys of the whole sequence."""
     rows, keys = (max((d[n].stop for d in documents), default=0) for n in (0, 1))
     return rows, keys

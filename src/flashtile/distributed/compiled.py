@@ -1,7 +1,7 @@
 """Sharded calls under `torch.compile`: one opaque operator for each pass, in which all exchanges take place.
 
 The operators take the arguments of the dense ones, and before them a key of the mesh and of what else is a constant of
-the graph, and lengths: those of the whole sequence, or the offsets of packed sequences. Only inputs and results are
+the graph, and lengths: the whole sequence's, or the offsets of packed sequences. Only inputs and results are
 saved for backward, which exchanges rows for heads again where a scheme has done that.
 """
 
@@ -54,7 +54,7 @@ KNOWN: dict[str, Constants] = {}
 class Lengths(NamedTuple):
     """The lengths of the whole as operators take them. Offsets of packed sequences are lists, or tensors on the CPU."""
 
-    length: Sequence[int] = ()  # of rows and keys, one of both, or none
+    length: Sequence[int] = ()  # lengths of rows and keys, one of both, or none
     offsets_q: Sequence[int] = ()
     offsets_k: Sequence[int] = ()
     cu_seqlens_q: Tensor | None = None

@@ -49,7 +49,7 @@ def context_parallel(
     length: int | tuple[int, int] | None = None,
     check: bool = False,
 ) -> Iterator[None]:
-    """Shard the attention calls of a program over a mesh: those of `flashtile.attention` and `attention_varlen`.
+    """Shard a program's calls of `flashtile.attention` and `attention_varlen` over a mesh.
 
     In the context, q, k and v of these functions are this rank's rows, and the other arguments have the meaning that
     they have in `flashtile.distributed.attention` and `attention_varlen`. So do the calls of all that uses them:
@@ -66,8 +66,8 @@ def context_parallel(
 
     Args:
         mesh: a `DeviceMesh` with one or two dimensions. `None` takes calls out of an outer context.
-        layout: that of `shard`, by which all these tensors were sharded.
-        scheme: that of `flashtile.distributed.attention`.
+        layout: as in `shard`, by which all these tensors were sharded.
+        scheme: as in `flashtile.distributed.attention`.
         length: rows of the whole sequence, as in `flashtile.distributed.attention`.
         check: compare shapes and arguments of all ranks before each call. This waits for the device.
 
@@ -120,7 +120,7 @@ def run_public(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], context
 
 
 def run_in_graph(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """As `run_public` in a graph; `NotImplemented` for calls that it refuses, and those of DTensors."""
+    """As `run_public` in a graph; `NotImplemented` for calls that it refuses, and for DTensors."""
     if name not in FUNCTIONS or len(args) > len(POSITIONAL[name]):
         return NotImplemented
     given = {}

@@ -43,7 +43,7 @@ def join_rows(pieces: list[Tensor], dim: int, out: Tensor | None = None) -> Tens
 
 
 def flat_copy(tensors: list[Tensor]) -> Tensor:
-    """The elements of tensors one after another: those of a single contiguous one as a view."""
+    """The elements of tensors one after another; a single contiguous tensor as a view."""
     present = [x for x in tensors if x.numel() > 0] or tensors[:1]
     if len(present) == 1 and present[0].is_contiguous():
         return present[0].view(-1)

@@ -76,7 +76,7 @@ def attention_with_kvcache(
         mask, bias: tensors that broadcast to `[B, Hq, Sq, length]`, with the keys of all ranks.
         alibi_slopes: `[Hq]` or `[B, Hq]`.
 
-    The other arguments are those of `flashtile.attention_with_kvcache`.
+    The other arguments: as in `flashtile.attention_with_kvcache`.
 
     Returns:
         `out [B, Hq, Sq, Dv]` in q's dtype; with `return_lse` also `lse [B, Hq, Sq]`.
@@ -149,8 +149,8 @@ def call_of_rank(step: Step) -> CacheCall:
 
 
 def append(cache: CacheTensors, start: Tensor) -> None:
-    """Write those of the new keys and values `[B, H, S_new, D]` into the caches `[B_cache, H, S, D]` whose positions,
-    from `start [B]` on, exist in them. No two elements that are written have one place.
+    """Write the rows of the new keys and values `[B, H, S_new, D]` into the caches `[B_cache, H, S, D]` whose
+    positions, from `start [B]` on, exist in them. No two elements that are written have one place.
     """
     assert cache.k is not None
     count, size, device = cache.k.shape[2], cache.k_cache.shape[2], start.device
@@ -174,8 +174,8 @@ def append(cache: CacheTensors, start: Tensor) -> None:
 
 
 def of_pairs(step: Step, total: Tensor, first: int, size: int) -> tuple[Tensor | None, Tensor | None]:
-    """The mask and the bias of a rank's `size` keys from `first` on, with the window and slopes of the whole sequence,
-    of which each row has `total [B]` keys.
+    """The mask and the bias of a rank's `size` keys from `first` on, with the window and slopes of the whole sequence.
+    Each row has `total [B]` keys of it.
     """
     t, sides, num_rows = step.call.tensors, step.call.settings.window, step.call.tensors.q.shape[2]
     mask, bias = (own_keys(x, first, size) for x in (t.mask, t.bias))

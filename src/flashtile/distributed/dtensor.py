@@ -25,8 +25,8 @@ class Sharding(NamedTuple):
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
-    sizes: dict[str, int]  # of the whole, by name
-    pieces: dict[str, Piece]  # of this rank, by name
+    sizes: dict[str, int]  # sizes of the whole, by name
+    pieces: dict[str, Piece]  # pieces of this rank, by name
 
     def over(self, size: str) -> list[int]:
         """The dimensions of the mesh over which a size is sharded."""
@@ -90,7 +90,7 @@ def sharding_of(q: Any, k: Any, v: Any) -> Sharding:
             # By type, since strided shards, whose rows have another order, are shards by inheritance.
             if type(placement) not in (Replicate, Shard) or getattr(placement, "dim", 0) > 2:
                 raise ArgumentError(name, f"placed as {x.placements}", f"placements of {ACCEPTED}", EXAMPLE)
-    accepted_shapes(Tensors(q, k, v))  # of the whole: parts may fit where it does not, or on some ranks alone
+    accepted_shapes(Tensors(q, k, v))  # shapes of the whole: parts may fit where it does not, or on some ranks alone
     mesh, placements = q.device_mesh, q.placements
     sizes = {"B": q.shape[0], "H": q.shape[1], "Sq": q.shape[2], "Sk": k.shape[2]}
     parts = Sharding(

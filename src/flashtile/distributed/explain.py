@@ -94,7 +94,7 @@ def explain(
     rows, keys, window = ready.rows, ready.keys, ready.call.settings.window
     mask = tensors["mask"]
     if isinstance(mask, Tensor) and mask.shape[2] not in (1, rows.length):
-        mask = None  # of this rank's rows
+        mask = None  # a mask has this rank's rows
     batch, heads = ready.workload.batch, ready.workload.heads
     work = visible_pairs(rows.length, keys.length, window, mask, documents, batch, heads).of_rows()
     kind = layout.kind if isinstance(layout, Layout) else layout

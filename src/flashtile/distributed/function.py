@@ -21,7 +21,7 @@ SINKS = DIFFERENTIABLE.index("sinks")
 
 class Sharded(torch.autograd.Function):
     """Attention of this rank's rows over the keys of all ranks of a group; `flat` is `Tensors.flat()`. `known` are
-    results of an earlier call, of which the gradients are requested.
+    results of an earlier call, whose gradients are requested.
     """
 
     @staticmethod

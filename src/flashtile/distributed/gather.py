@@ -127,7 +127,9 @@ class Arriving:
 
 
 class Returned:
-    """Gradients of a chunk of gathered keys on their way to the keys' owners; those of this rank's keys arrive."""
+    """Gradients of a chunk of gathered keys on their way to the keys' owners; the gradients of this rank's keys
+    arrive.
+    """
 
     def __init__(self, own: list[Tensor], gradients: tuple[Tensor, Tensor], plan: GatherPlan, group: Group):
         self.own, self.plan, self.rank = own, plan, group.rank

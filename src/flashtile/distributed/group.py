@@ -119,7 +119,7 @@ class Exchange(NamedTuple):
 
     transfer: Transfer
     shapes: list[tuple[int, ...]]
-    dtype: torch.dtype | None = None  # of the results, if it is another one of one byte
+    dtype: torch.dtype | None = None  # dtype of the results, if it is another one of one byte
 
     def wait(self) -> list[Tensor]:
         received = self.transfer.wait()

@@ -11,7 +11,7 @@ from ..errors import ArgumentError
 from .copies import join_rows
 
 Kind = Literal["contiguous", "zigzag", "chunks", "balanced"]
-NAMES = "contiguous", "zigzag", "chunks"  # of layouts that follow from lengths
+NAMES = "contiguous", "zigzag", "chunks"  # names of layouts that follow from lengths
 EXAMPLE = 'flashtile.distributed.shard(x, mesh, dim=2, layout="zigzag")'
 
 
@@ -209,8 +209,8 @@ def layout_of_whole(layout: str | Layout, length: int, ranks: int) -> Layout:
 
 
 def layout_of(argument: str, layout: str | Layout, rows: int, ranks: int, length: int | None) -> Layout:
-    """The layout of a sequence of `length` rows; by default that of a `Layout`, or of a sequence which all ranks share
-    evenly.
+    """The layout of a sequence of `length` rows; by default as a `Layout` has it, or of a sequence which all ranks
+    share evenly.
     """
     if length is not None and (not isinstance(length, int) or length < 0):
         raise ArgumentError("length", length, "the rows of the whole sequence, or None", EXAMPLE)

@@ -22,7 +22,7 @@ def mask_blocks(
 ) -> tuple[MaskBlocks, ...]:
     """The visible pairs of each sequence, as a mean over `batch` sequences of a dense call and over `heads`.
 
-    Blocks are those of lists, else of `BLOCK` positions, or more where there would be too many. A partly visible one
+    Blocks come from lists, else have `BLOCK` positions, or more where there would be too many. A partly visible one
     counts as visible, since kernels compute it as a whole. Waits for the device of the mask.
     """
     length = max((piece.stop for document in documents for piece in document), default=0)

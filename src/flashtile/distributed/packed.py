@@ -12,7 +12,7 @@ from ..call.window import Window
 from .copies import join_rows
 from .parts import Whole, find_parts
 
-MAX_COPIES = 2  # of keys that several parts see
+MAX_COPIES = 2  # copies of keys that several parts see
 
 
 class Run(NamedTuple):
@@ -27,11 +27,11 @@ class PackedParts(NamedTuple):
 
     Attributes:
         cu_seqlens_q: offsets of its sequences.
-        cu_seqlens_k: those of keys.
+        cu_seqlens_k: the keys' offsets.
         rows: runs of its rows, in the order of the call.
-        keys: runs of its keys, of which several may have the same ones.
-        settings: those of the call.
-        keys_in_order: whether tensors have the keys of the call, not those of an owner.
+        keys: runs of its keys; several may be the same.
+        settings: the call's.
+        keys_in_order: whether tensors have the keys of the call, not an owner's.
     """
 
     cu_seqlens_q: tuple[int, ...]

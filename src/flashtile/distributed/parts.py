@@ -35,7 +35,7 @@ class Part(NamedTuple):
     rows: slice
     keys: slice
     of_all_keys: slice
-    document: int | None  # of a packed call
+    document: int | None  # document of a packed call
     settings: Settings
 
     def of(self, t: Tensors) -> Tensors:

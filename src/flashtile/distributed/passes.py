@@ -12,7 +12,7 @@ from .packed import PackedParts, Run, packed_parts
 from .parts import Part, Whole, parts
 from .sums import RowResults, RowSum
 
-Calls = PackedParts | tuple[Part, ...]  # of a rank's rows over an owner's keys
+Calls = PackedParts | tuple[Part, ...]  # calls of a rank's rows over an owner's keys
 
 
 def calls_of(whole: Whole, rank: int, owner: int) -> Calls:

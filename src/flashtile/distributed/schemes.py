@@ -18,7 +18,7 @@ from .simulate import RATES, Rates, Simulation, Workload, accepted_schemes, pred
 from .visible import Document
 from .work import Visible
 
-LOAD_SECONDS = 0.5  # of each pass, on a GPU, whose clock falls under load
+LOAD_SECONDS = 0.5  # time of each pass, on a GPU, whose clock falls under load
 MEASURED: list[tuple[str, frozenset[int], Rates]] = []  # types of device and the ranks that measured, the latest first
 
 
@@ -46,7 +46,7 @@ def predictions(mesh: DeviceMesh, work: Workload) -> list[Simulation]:
 
 
 def rates_of(mesh: DeviceMesh) -> Rates:
-    """The rates that all ranks of a mesh have measured together last, on this mesh or a larger one; else those of a
+    """The rates that all ranks of a mesh have measured together last, on this mesh or a larger one; else the rates of a
     table. So all of them have the same, and choose the same scheme.
     """
     if MEASURED:
@@ -74,9 +74,9 @@ def workload_of(call: Call, rows: Layout, keys: Layout, documents: tuple[Documen
 
 def measure_rates(mesh: DeviceMesh, *, num_bytes: int = 2**26, dtype: torch.dtype = torch.bfloat16) -> Rates:
     """Measure the rates of a mesh's links and of attention on its ranks, which "auto" and `explain` take from then on,
-    for this mesh and for those of some of its ranks.
+    for this mesh and for meshes of some of its ranks.
 
-    All ranks must take part, and have the same rates afterwards: those of the slowest. It waits for the devices.
+    All ranks must take part, and have the same rates afterwards: the slowest rank's. It waits for the devices.
 
     Example:
         >>> rates = flashtile.distributed.measure_rates(mesh)  # doctest: +SKIP
@@ -84,7 +84,7 @@ def measure_rates(mesh: DeviceMesh, *, num_bytes: int = 2**26, dtype: torch.dtyp
     Args:
         mesh: a `DeviceMesh` with one or two dimensions.
         num_bytes: that travel in a transfer.
-        dtype: that of the attention.
+        dtype: the attention's.
 
     Returns:
         The `Rates`.
@@ -108,7 +108,7 @@ def measure_rates(mesh: DeviceMesh, *, num_bytes: int = 2**26, dtype: torch.dtyp
 
 
 def keep_rates(mesh: DeviceMesh, rates: Rates) -> None:
-    """Put the rates of a mesh first, in place of those of as many or fewer of its ranks."""
+    """Put the rates of a mesh first, in place of rates of as many or fewer of its ranks."""
     ranks = ranks_of(mesh)
     MEASURED[:] = [x for x in MEASURED if x[0] != mesh.device_type or not x[1] <= ranks]
     MEASURED.insert(0, (mesh.device_type, ranks, rates))

@@ -89,7 +89,7 @@ def sdpa_cuda(
 ) -> tuple[Any, ...]:
     """Of other lengths, `is_causal` is aligned to the last query and key."""
     out, lse = run(query, key, value, dropout_p, is_causal, scale, None)
-    state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which has no seed here
+    state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # state of dropout, which has no seed here
     return out, lse, None, None, query.shape[2], key.shape[2], state, state[0], query.new_empty(0)
 
 

@@ -45,9 +45,9 @@ def attention(
     Arguments mean what they mean in `flashtile.attention` for the whole sequence: positions of causal, window, masks,
     ALiBi, score_mod and dropout are those in it, and a seed gives the dropout mask of one device. First derivatives
     exist, also through `lse`. Gradients of tensors that all ranks have (bias, slopes, sinks, tensors of score_mod) are
-    those of this rank's rows or heads, to be summed over the mesh as those of a model's weights are. Shard the sequence
-    with `shard`, and all ranks must take part in forward and in backward (Liu et al., "Ring Attention", 2023; Jacobs et
-    al., "DeepSpeed Ulysses", 2023).
+    the part of this rank's rows or heads, to be summed over the mesh as gradients of a model's weights are. Shard the
+    sequence with `shard`, and all ranks must take part in forward and in backward (Liu et al., "Ring Attention", 2023;
+    Jacobs et al., "DeepSpeed Ulysses", 2023).
 
     Of `DTensor`s, the sequence, the batch and the heads may be sharded, each over other dimensions of the mesh; k and v
     have the placements of q, short of heads, which may be replicated. Other tensors are whole, or DTensors with the
@@ -57,14 +57,14 @@ def attention(
         q: this rank's rows of the queries `[B, Hq, Sq, D]`.
         k: this rank's rows of the keys `[B, Hkv, Sk, D]`.
         v: this rank's rows of the values `[B, Hkv, Sk, Dv]`.
-        mesh: a `DeviceMesh` with one dimension; or with two, of which heads are exchanged along the second. `None` for
+        mesh: a `DeviceMesh` with one dimension; or with two, where heads are exchanged along the second. `None` for
             DTensors, which have one.
-        layout: that of `shard`, for queries and keys; "zigzag" balances causal attention, a `Layout` of `balanced` any
+        layout: as in `shard`, for queries and keys; "zigzag" balances causal attention, a `Layout` of `balanced` any
             mask of as many queries as keys. DTensors are cut as "chunks", unless their rows are in another order.
         scheme: "ring" (keys travel from rank to rank), "gather" (each rank gathers all keys, some heads at a time),
             "ulysses" (ranks exchange rows for heads; for as many ranks as divide Hq); for a mesh with two dimensions
             "ring+ulysses" or "gather+ulysses". "auto" takes what `simulate` takes to be the fastest.
-        length: rows of the whole sequence, or those of queries and of keys. `None`: all ranks have as many, or the
+        length: rows of the whole sequence, or of queries and of keys. `None`: all ranks have as many, or the
             tensors are DTensors.
         check: compare shapes and arguments of all ranks first, and raise on all of them where they differ. This waits
             for the device. Without it, ranks that differ end in the process group's timeout, or in wrong results.
@@ -74,14 +74,14 @@ def attention(
         sinks: `[Hq]`, the same on all ranks.
         dropout_seed: an int, the same on all ranks; required where `dropout_p` is above 0.
 
-    The other arguments are those of `flashtile.attention`.
+    The other arguments: as in `flashtile.attention`.
 
     Returns:
         `out [B, Hq, Sq, Dv]` of this rank's rows in q's dtype; with `return_lse` also `lse [B, Hq, Sq]`. Of DTensors,
         both have the placements of q.
 
     Raises:
-        ArgumentError: an argument is not what it should be, or the rank's rows are not those of the layout.
+        ArgumentError: an argument is not what it should be, or the rank's rows are not the layout's.
         AttentionError: with `check`, on all ranks, where one raises or differs from the first rank.
         BackendError: no backend takes a part of the call, or the named one does not.
         ExchangeError: in forward or backward, another rank has ended, raised, or not come within the timeout of the
@@ -143,10 +143,10 @@ def attention_varlen(
         v: this rank's tokens `[Tk, Hkv, Dv]`.
         cu_seqlens_q: offsets `[B + 1]` of all sequences, in a list or a tensor on the CPU. The last one is the number
             of tokens of all ranks.
-        cu_seqlens_k: those of keys; by default those of queries.
+        cu_seqlens_k: the keys' offsets; by default the queries'.
         alibi_slopes: `[Hq]` or `[B, Hq]`, the same on all ranks.
 
-    The other arguments are those of `attention`.
+    The other arguments: as in `attention`.
 
     Returns:
         `out [Tq, Hq, Dv]` of this rank's tokens in q's dtype; with `return_lse` also `lse [Hq, Tq]`.

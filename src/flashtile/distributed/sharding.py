@@ -23,8 +23,8 @@ def shard(
         x: a tensor of any dtype, the same on each rank.
         mesh: a `DeviceMesh` with one or two dimensions.
         dim: the dimension of the sequence: 2 for `[B, H, S, D]`.
-        layout: "contiguous", "zigzag", which balances causal attention, "chunks", that of DTensors, or a `Layout` that
-            `balanced` finds for a mask.
+        layout: "contiguous", "zigzag", which balances causal attention, "chunks", as DTensors have it, or a `Layout`
+            that `balanced` finds for a mask.
         length: rows of `x`. Required with a name of a layout where the ranks' rows are not as many on each, for
             `attention` and `unshard` then need it too.
 
@@ -58,18 +58,18 @@ def unshard(
     same loss from the result.
 
     Args:
-        x: this rank's rows, as `shard` gives them; dtype and other dimensions are those of all ranks.
+        x: this rank's rows, as `shard` gives them; dtype and other dimensions are the same on all ranks.
         mesh: a `DeviceMesh` with one or two dimensions.
         dim: the dimension of the sequence.
-        layout: that of `shard`.
-        length: rows of the whole tensor. `None`: all ranks have as many, or those of a `Layout`.
+        layout: as in `shard`.
+        length: rows of the whole tensor. `None`: all ranks have as many, or as a `Layout` says.
         check: compare all ranks' shapes and dtypes first. This waits for the device.
 
     Returns:
         The whole tensor, on each rank.
 
     Raises:
-        ArgumentError: `mesh`, `dim`, `layout` or `length` is not one of those, or the rows are not those of the layout.
+        ArgumentError: `mesh`, `dim`, `layout` or `length` is not one of those, or the rows are not the layout's.
     """
     grid, dim = grid_of(mesh), dimension(x, dim)
     ranks = [(x.shape[dim], (*x.shape[:dim], *x.shape[dim + 1 :]), x.dtype)]
@@ -91,7 +91,7 @@ def dimension(x: Tensor, dim: int) -> int:
 
 
 def collect(x: Tensor, grid: Grid, dim: int, layout: Layout) -> Tensor:
-    """The whole of a tensor of which this rank has its rows. Shards travel padded to the longest one."""
+    """The whole of a tensor from this rank's rows. Shards travel padded to the longest one."""
     placement = Placement.of(layout)
     longest = max(map(placement.rows, range(grid.size)))
     padded = x.new_zeros((longest, *x.shape[:dim], *x.shape[dim + 1 :]))

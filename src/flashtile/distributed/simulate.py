@@ -24,13 +24,13 @@ EXAMPLE = 'flashtile.distributed.simulate("ring", (8,), rates=rates, seqlen=6553
 
 
 class Rates(NamedTuple):
-    """The rates of a machine, of which a model of time is made.
+    """The rates of a machine, for a model of time.
 
     Attributes:
         flops_per_second: of attention on one rank.
         bytes_per_second: that a rank sends while it receives as many, along each dimension of a mesh.
         seconds_per_message: until the first byte arrives.
-        backward_flops_per_second: `None`, if they are those of forward.
+        backward_flops_per_second: `None`, if they are as many as forward's.
         memory_bytes_per_second: that copies and sums between kernels read and write.
     """
 
@@ -129,10 +129,10 @@ def simulate(
     Args:
         scheme: as in `attention`; with two dimensions "ring+ulysses" or "gather+ulysses".
         mesh: the sizes of a mesh with one or two dimensions.
-        rates: those of a rank and of its links.
+        rates: of a rank and of its links.
         seqlen: rows of the whole sequence, as many as keys.
-        batch, heads, kv_heads, head_dim, dtype, layout, causal, window, mask: those of the call.
-        cu_seqlens: offsets of packed sequences, in a list or a tensor on the CPU; `seqlen` is that of all tokens.
+        batch, heads, kv_heads, head_dim, dtype, layout, causal, window, mask: the call's.
+        cu_seqlens: offsets of packed sequences, in a list or a tensor on the CPU; `seqlen` counts all tokens.
 
     Returns:
         A `Simulation`.
@@ -220,7 +220,7 @@ def ring_pass(call: Keys, seconds: Tensor, rates: Rates, *, backward: bool) -> P
     Args:
         call: the parts.
         seconds: `[ranks, owners]` of computation.
-        rates: those of a rank and of its links.
+        rates: of a rank and of its links.
         backward: whether gradients travel.
     """
     ranks, shard = len(seconds), call.num_own * call.itemsize
@@ -245,7 +245,7 @@ def ring_pass(call: Keys, seconds: Tensor, rates: Rates, *, backward: bool) -> P
 
 def gather_pass(call: Keys, seconds: Tensor, rates: Rates, *, backward: bool) -> Pass:
     """Each chunk of heads computes while the next one arrives and the gradients of the one before leave; the arguments
-    are those of `ring_pass`.
+    are `ring_pass`'s.
     """
     chunks, arriving, leaving = call.chunks, call.sent * call.itemsize, call.sent.T * call.itemsize * backward
 
@@ -281,7 +281,7 @@ def sent_keys(keys: Placement, needed: Placement) -> Tensor:
 
 
 def exchange(work: Workload, inner: int, rates: Rates, dim: int, *, with_lse: bool) -> Pass:
-    """Rows for heads and back: q, k and v in, out and lse back; the same of gradients, short of that of lse."""
+    """Rows for heads and back: q, k and v in, out and lse back; the same of gradients, but for dlse."""
     if inner == 1:
         return Pass(0.0, 0.0)
     width, times = work.head_dim + work.head_dim_v, times_repeated(work.kv_heads, inner)

@@ -1,4 +1,4 @@
-"""Results and gradients of rows, put together from those of parts.
+"""Results and gradients of rows, put together from parts.
 
 The first part of a row is stored and later ones are added, so that nothing begins with zeros. A single part of all rows
 is the result itself.

@@ -21,9 +21,9 @@ def to_heads(t: Tensors, group: Group, rows: Placement, keys: Placement) -> Tens
     """All rows of this rank's heads, from this rank's rows of all heads.
 
     Args:
-        t: tensors of a call; those of pairs have this rank's rows, or one.
+        t: tensors of a call; tensors of pairs have this rank's rows, or one.
         group: the ranks among which heads are divided; their number divides the query heads.
-        rows: the rows of each rank, among those of the group.
+        rows: the rows of each rank, among the group's.
         keys: the keys of each rank.
     """
     each = t.q.shape[1] // group.size

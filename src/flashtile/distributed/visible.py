@@ -13,7 +13,7 @@ BLOCK = 128
 
 
 class Document(NamedTuple):
-    """The rows and keys of one sequence, by their places among those of the call."""
+    """The rows and keys of one sequence, by their places in the call."""
 
     rows: Piece
     keys: Piece

@@ -17,7 +17,7 @@ class MaskBlocks:
     """The visible pairs of a sequence by blocks, of its window and mask."""
 
     def __init__(self, document: Document, sizes: tuple[int, int], pairs: Tensor):
-        self.document, self.sizes = document, sizes  # of rows and of keys
+        self.document, self.sizes = document, sizes  # sizes of rows and of keys
         self.pairs = pairs  # [blocks of rows, blocks of keys], float64
 
     def of_rows(self) -> Tensor:
@@ -44,7 +44,7 @@ def shares(placement: Placement, whole: Piece, size: int) -> Tensor:
 
 
 def lengths_of(piece: Piece, size: int) -> Tensor:
-    """The lengths of a piece's blocks, of which the last one may be shorter."""
+    """The lengths of a piece's blocks; the last one may be shorter."""
     starts = torch.arange(0, piece.length, size, dtype=torch.float64)
     return (piece.length - starts).clamp(max=size)
 
@@ -70,8 +70,8 @@ class Visible(NamedTuple):
     def of_ranks(self, rows: Placement, keys: Placement, block: int = 1) -> Tensor:
         """The visible pairs of each rank's rows and each owner's keys, `[ranks, owners]` in float64.
 
-        Of long pieces, they are estimated from rows in equal distances. With `block`, a row's first and last key are
-        those of whole blocks of the sequence, as tiles have them; masks count by blocks anyway.
+        Of long pieces, they are estimated from rows in equal distances. With `block`, a row's first and last key
+        bound whole blocks of the sequence, as tiles have them; masks count by blocks anyway.
         """
         pairs = torch.zeros(len(rows.by_rank), len(keys.by_rank), dtype=torch.float64)
         for x in self.masks or ():
@@ -120,14 +120,14 @@ def bounds(window: Window, rows: Tensor, diagonal: Tensor, num_keys: Tensor) -> 
 
 
 def work_of(work: Tensor, pieces: Sequence[Piece]) -> list[float]:
-    """The work of each piece, from that of each row."""
+    """The work of each piece, from each row's."""
     before = torch.cat([work.new_zeros(1), work.cumsum(0)])
     starts, stops = torch.tensor([[p.start, max(p.start, p.stop)] for p in pieces], dtype=torch.int64).view(-1, 2).T
     return (before[stops] - before[starts]).tolist()  # type: ignore[no-any-return]
 
 
 def imbalance(work: Tensor, layout: Layout) -> float:
-    """The work of the busiest rank over the mean of all ranks. `work` is that of each row."""
+    """The work of the busiest rank over the mean of all ranks. `work` is each row's."""
     pieces = [(rank, piece) for rank in range(layout.ranks) for piece in layout.pieces(rank)]
     of_ranks = [0.0] * layout.ranks
     for (rank, _), n in zip(pieces, work_of(work, [piece for _, piece in pieces]), strict=True):

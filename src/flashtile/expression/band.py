@@ -126,7 +126,7 @@ def band_of_form(comparison: str, form: Linear) -> Band | None:
         return None
     if form.q < 0:
         comparison, form = MIRRORED[comparison], Linear(-form.q, -form.k, -form.c)
-    match comparison:  # of `q_idx - k_idx + c`
+    match comparison:  # comparison of `q_idx - k_idx + c`
         case "le":
             return Band(left=-form.c)
         case "lt":

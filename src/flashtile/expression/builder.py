@@ -26,7 +26,7 @@ class Builder:
         self.tensors = tensors
         self.instructions: list[Instruction] = []
         self.numbers: dict[Instruction, int] = {}
-        self.ranges: dict[int, Range] = {}  # of integers
+        self.ranges: dict[int, Range] = {}  # ranges of integers
 
     def program(self, *outputs: Node) -> Program:
         return used(self.instructions, [x.n for x in outputs])

@@ -19,7 +19,7 @@ from .stand_ins import Standing
 from .text import text
 from .trace import trace
 
-PREFIX = "formula "  # of keys that are formulas
+PREFIX = "formula "  # prefix of keys that are formulas
 
 
 class Formula(NamedTuple):

@@ -46,7 +46,7 @@ class Inlined:
 
 
 def inlined(program: Program, inputs: Sequence[Any], tensors: Sequence[Any]) -> Proxy:
-    """The stand-in of a program's result, for inputs and tensors of which some are stand-ins."""
+    """The stand-in of a program's result, for inputs and tensors where some are stand-ins."""
     tracer: Any = next(x.tracer for x in (*inputs, *tensors) if isinstance(x, Standing))
     captured = [tracer.standing(x) for x in tensors]
     return tracer.proxy(emit(program, Inlined(tracer, inputs, captured))[0])

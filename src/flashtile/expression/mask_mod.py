@@ -23,9 +23,9 @@ class MaskMod(Modifier):
         >>> print(mask)
         (k_idx <= q_idx) & (k_idx < tensor0[b])
 
-    The function is traced once, as that of a `flashtile.ScoreMod`, with the same rules for tensors, numbers, pickling,
+    The function is traced once, as in a `flashtile.ScoreMod`, with the same rules for tensors, numbers, pickling,
     `torch.compile` and `torch.export`. Several ones are combined by `flashtile.mask_mods.and_masks` and `or_masks`. The
-    signature is that of `mask_mod` in Dong et al., "Flex Attention", 2024, with the tensors at its end.
+    signature is `mask_mod`'s in Dong et al., "Flex Attention", 2024, with the tensors at its end.
 
     Args:
         fn: the function of torch operations.

@@ -36,7 +36,7 @@ class Modifier:
         name = f"{role.argument}.tensors"
         if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
             raise ArgumentError(name, tensors, "a tuple of tensors, which may have one: (tensor,)", role.example)
-        self.fn = fn  # of the indices and `tensors`
+        self.fn = fn  # function of the indices and `tensors`
         self.tensors: tuple[Tensor, ...] = tuple(tensors)
         for tensor in self.tensors:
             if not isinstance(tensor, Tensor):
@@ -95,7 +95,7 @@ class Modifier:
 
     @classmethod
     def of(cls, modifier: "Self | Callable[..., Tensor]", q: Tensor | None = None) -> Self:
-        """The value of an argument in one call, which may be that of `q`. Of a bare function that cannot be traced,
+        """The value of an argument in one call, which may be the call of `q`. Of a bare function that cannot be traced,
         tensors in the closure become its `tensors`.
         """
         if isinstance(modifier, cls):
@@ -107,7 +107,7 @@ class Modifier:
         return made.of_call(q)
 
     def of_call(self, q: Tensor | None) -> Self:
-        """The modifier of one call, for which its function is traced; those of the call have the device and dtype of
+        """The modifier of one call, for which its function is traced; its numbers have the device and dtype of
         `q`.
         """
         made = object.__new__(type(self))
@@ -177,12 +177,12 @@ class Modifier:
         return type(self), (self.fn, self.tensors)
 
     def __copy__(self) -> Self:
-        return self._with(self.tensors)
+        return self.with_tensors(self.tensors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self._with(copy.deepcopy(self.tensors, memo))
+        return self.with_tensors(copy.deepcopy(self.tensors, memo))
 
-    def _with(self, tensors: tuple[Tensor, ...]) -> Self:
+    def with_tensors(self, tensors: tuple[Tensor, ...]) -> Self:
         return _of_formula(type(self), self.key, tensors) if self.traced else type(self)(self.fn, tensors)
 
     def __str__(self) -> str:

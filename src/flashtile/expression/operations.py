@@ -44,8 +44,8 @@ OPERATIONS = {
     "sub": infix("-", SUM, ANY, SAME, operator.sub),
     "mul": infix("*", PRODUCT, ANY, SAME, operator.mul),
     "div": infix("/", PRODUCT, REAL, SAME, operator.truediv),
-    "floordiv": infix("//", PRODUCT, ANY, SAME, operator.floordiv),  # of integers; rounds down
-    "mod": infix("%", PRODUCT, ANY, SAME, operator.mod),  # of integers; has the divisor's sign
+    "floordiv": infix("//", PRODUCT, ANY, SAME, operator.floordiv),  # for integers; rounds down
+    "mod": infix("%", PRODUCT, ANY, SAME, operator.mod),  # for integers; has the divisor's sign
     "neg": Operation(ANY, SAME, "-{}", UNARY, operator.neg),
     "abs": function("abs", 1, ANY, torch.abs),
     "sign": function("sign", 1, ANY, torch.sign),  # NaN of NaN
@@ -66,7 +66,7 @@ OPERATIONS = {
     "ge": infix(">=", COMPARISON, ANY, BOOL, operator.ge),
     "eq": infix("==", COMPARISON, ANY, BOOL, operator.eq),
     "ne": infix("!=", COMPARISON, ANY, BOOL, operator.ne),  # True of NaN
-    "and_": infix("&", AND, ANY, SAME, operator.and_),  # of BOOL, or the bits of integers
+    "and_": infix("&", AND, ANY, SAME, operator.and_),  # for BOOL, or the bits of integers
     "or_": infix("|", OR, ANY, SAME, operator.or_),
     "xor": infix("^", XOR, ANY, SAME, operator.xor),
     "not_": Operation(ANY, SAME, "~{}", UNARY, operator.invert),

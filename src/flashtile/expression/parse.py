@@ -26,7 +26,7 @@ def parsed(text: str) -> tuple[Program, tuple[TensorType, ...]]:
     """The program and the types of tensors that a key has, without its prefix.
 
     Raises:
-        AttentionError: the text is not that of a formula.
+        AttentionError: the text is no formula's.
     """
     try:
         tensors, instructions, outputs = listed(json.loads(text), 3)

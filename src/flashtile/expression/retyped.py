@@ -14,7 +14,7 @@ from .formula import Untraced, formula_of
 from .program import BOOL, INT64, REAL, TensorType
 from .purity import MASK_MOD, SCORE_MOD
 
-Types = tuple[tuple[str, int], ...]  # of tensors: dtypes without `torch.`, and numbers of dimensions
+Types = tuple[tuple[str, int], ...]  # types of tensors: dtypes without `torch.`, and numbers of dimensions
 
 
 def types_of(tensors: tuple[Tensor, ...]) -> Types:
@@ -23,7 +23,7 @@ def types_of(tensors: tuple[Tensor, ...]) -> Types:
 
 @constant_result
 def key_for(key: str, types: Types, hides: bool) -> str:
-    """The key of a modifier's function for tensors of these types: `key`, or that of the formula of other dtypes.
+    """The key of a modifier's function for tensors of these types: `key`, or the key of the formula of other dtypes.
 
     Raises:
         ArgumentError: a formula reads other numbers of tensors or dimensions, or another kind of numbers.

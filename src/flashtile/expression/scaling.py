@@ -6,7 +6,7 @@ import math
 from .formula import Formula
 from .program import Program, number
 
-FREE, HOMOGENEOUS, BOTH, OTHER = "free", "homogeneous", "both", "other"  # of a value, as a function of the score
+FREE, HOMOGENEOUS, BOTH, OTHER = "free", "homogeneous", "both", "other"  # kinds of a value, as a function of the score
 
 
 @functools.lru_cache(maxsize=1024)

@@ -36,7 +36,7 @@ class ScoreMod(Modifier):
     Under `torch.compile`, make the ScoreMod outside the compiled function. A program of `torch.export` contains the
     formula; of a function that cannot be traced it has the name and a digest, and a process that loads it has to make a
     ScoreMod of the same function first. A ScoreMod can be pickled if it was traced, or if `fn` can be. The signature is
-    that of `score_mod` in Dong et al., "Flex Attention", 2024, with the tensors at its end.
+    `score_mod`'s in Dong et al., "Flex Attention", 2024, with the tensors at its end.
 
     Args:
         fn: the function of torch operations.

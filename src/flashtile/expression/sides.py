@@ -24,8 +24,8 @@ PAIR = frozenset(("q_idx", "k_idx"))
 class Sides(NamedTuple):
     """A formula on both sides of the diagonal."""
 
-    before: Formula  # of pairs with `q_idx - k_idx >= reach`
-    after: Formula  # of pairs with `k_idx - q_idx >= reach`
+    before: Formula  # formula of pairs with `q_idx - k_idx >= reach`
+    after: Formula  # formula of pairs with `k_idx - q_idx >= reach`
 
 
 @functools.lru_cache(maxsize=1024)
@@ -94,7 +94,7 @@ class SideBuilder(Builder):
     def __init__(self, formula: Formula, distance: Range):
         super().__init__(formula.tensors)
         self.distance = distance
-        self.linear: dict[int, Linear] = {}  # of integers
+        self.linear: dict[int, Linear] = {}  # forms of integers
         self.reals: dict[int, tuple[float, float]] = {}  # bounds of reals that depend on integers alone
 
     def again(self, x: Instruction, operands: list[Node]) -> Node:
@@ -180,7 +180,7 @@ class SideBuilder(Builder):
 
 
 def linear_form(x: Instruction, linear: Mapping[int, Linear]) -> Linear | None:
-    """The linear form of an integer, from those of its operands; `None` if it has none."""
+    """The linear form of an integer, from its operands' forms; `None` if it has none."""
     own = [linear.get(n) for n in x.operands]
     match x.op, own:
         case "constant", _ if x.kind in INTEGERS:

@@ -23,7 +23,7 @@ class Recorder(Protocol):
 
 
 def operation_name(func: Any) -> str:
-    """The name of a torch function or method, or of a property; that of an operator with its library."""
+    """The name of a torch function, method or property; an operator's name has its library."""
     if isinstance(func, operator_types()):
         return str(func)
     name = getattr(func, "__name__", str(func))

@@ -24,7 +24,7 @@ class Tabulated(NamedTuple):
     """
 
     formula: Formula
-    term: Formula  # of any such pair; it depends on no score
+    term: Formula  # term of any such pair; it depends on no score
     reach: int
 
 

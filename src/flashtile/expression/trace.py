@@ -1,7 +1,7 @@
 """Trace a function of one pair, `(score, b, h, q_idx, k_idx, *tensors) -> score` or `(b, h, q_idx, k_idx, *tensors) ->
 bool`, into a program: the function runs once, on stand-ins that record the operations.
 
-The signatures are those of `score_mod` and `mask_mod` in Dong et al., "Flex Attention", 2024, section 3.
+The signatures follow `score_mod` and `mask_mod` in Dong et al., "Flex Attention", 2024, section 3.
 """
 
 import linecache
@@ -99,7 +99,7 @@ class Tracer:
     def __init__(self, once: bool = False) -> None:
         self.once = once
         self.tensors: list[Tensor] = []
-        self.types: list[TensorType] = []  # of the tensors
+        self.types: list[TensorType] = []  # types of the tensors
         self.builder = Builder(self.types)
         self.captured: dict[int, Captured] = {}  # by the tensor's id
         self.made: dict[int, Tensor] = {}  # tensors that follow from constants alone, by id

@@ -58,7 +58,7 @@ def is_number(x: Instruction) -> bool:
 
 @functools.lru_cache(maxsize=MOST)
 def constants_of_kernels(formula: Formula) -> frozenset[int]:
-    """Numbers that are worth more as constants: those of a band, which is no part of a kernel's code; those that divide
+    """Numbers that are worth more as constants: a band's, which is no part of a kernel's code; those that divide
     integers; and the integers of a score_mod that is simpler far from the diagonal because they are known.
     """
     instructions = formula.program.instructions

@@ -14,7 +14,7 @@ from .optional import require
 
 __all__ = ["translations"]
 
-VERSIONS = ((0, 7), (1, 0))  # of onnxscript
+VERSIONS = ((0, 7), (1, 0))  # versions of onnxscript
 EXAMPLE = "torch.onnx.export(..., dynamo=True, opset_version=23, custom_translation_table=translations())"
 FLOAT, HALVES = 1, (10, 16)  # ONNX's numbers of float32, and of float16 and bfloat16
 ABSENT: dict[str, Any] = dict.fromkeys(("alibi_slopes", "sinks", "attention_chunk", "score_mod", "mask_mod"))

@@ -31,7 +31,7 @@ class Attention(nn.Module):
     Args:
         embed_dim: features of a token.
         num_heads: query heads.
-        num_kv_heads: key/value heads, of which num_heads is a multiple; `None` is num_heads.
+        num_kv_heads: key/value heads, a divisor of num_heads; `None` is num_heads.
         head_dim: features of a head; `embed_dim // num_heads` if `None`.
         causal: hide later tokens, as the argument of `flashtile.attention`.
         window: `(left, right)`, as the argument of `flashtile.attention`.
@@ -41,7 +41,7 @@ class Attention(nn.Module):
         rotary_dim: features of a head that are turned by their position; 0 is none. Even, at most head_dim.
         rotary_base: the longest wavelength is about `2 * pi * rotary_base`.
         bias: projections have a bias.
-        device, dtype: those of the parameters.
+        device, dtype: the parameters'.
 
     Raises:
         ArgumentError: the numbers do not fit each other.
@@ -100,7 +100,7 @@ class Attention(nn.Module):
         Args:
             x: tokens that ask.
             context: tokens `[B, Sk, embed_dim]` that are attended to; x itself if `None`. Without rotary embeddings.
-            cache: keys and values of earlier tokens; those of x are appended, and `cache.lengths` grows. For inference.
+            cache: keys and values of earlier tokens; x's are appended, and `cache.lengths` grows. For inference.
             mask, attn_bias: `mask` and `bias` of `flashtile.attention`; with a cache of `attention_with_kvcache`.
             positions: `[S]`, of the tokens in their sequence, for rotary embeddings without a cache; `None` is 0, 1, 2,
                 ... Required in `flashtile.distributed.context_parallel`, where the tokens are a part.
@@ -110,7 +110,7 @@ class Attention(nn.Module):
 
         Raises:
             ArgumentError: a tensor does not fit; `context` with rotary embeddings or with a cache; a cache of another
-                dtype than that of the projected tokens.
+                dtype than the projected tokens.
             AttentionError: a gradient is requested with a cache.
         """
         if context is not None and (cache is not None or self.rotary_dim):
@@ -154,12 +154,12 @@ class Attention(nn.Module):
         Args:
             batch: sequences.
             length: tokens that each has room for.
-            dtype: that of the projected tokens where the layer is called; `None` is the dtype of the weights, or
+            dtype: the projected tokens' where the layer is called; `None` is the dtype of the weights, or
                 autocast's inside of `torch.autocast`.
         """
         weight = self.k_proj.weight
         if dtype is None:
-            dtype = self.k_proj(weight.new_empty(0, weight.shape[1])).dtype  # of no tokens, under autocast as here
+            dtype = self.k_proj(weight.new_empty(0, weight.shape[1])).dtype  # under autocast as here
         size = batch, self.num_kv_heads, length, self.head_dim
         k, v = (weight.new_zeros(size, dtype=dtype) for _ in range(2))
         tables: tuple[Tensor | None, Tensor | None] = (None, None)

@@ -70,7 +70,7 @@ def call_of(standard: StandardCall) -> Call:
     rotary = RotarySettings(interleaved=arguments.pop("rotary_interleaved", True))
     scalars: dict[str, Any] = dict.fromkeys(("window", "scale", "softcap", "score_mod", "dropout_seed", "num_splits"))
     scalars |= {"causal": False, "dropout_p": 0.0, "deterministic": None, "backend": "auto", **arguments}
-    call = normalize("attention_with_kvcache", named, cache=cache, rotary=rotary, **scalars)
+    call = normalize("attention_with_kvcache", named, cache=cache, **scalars)
     return CacheCall(call, cache, rotary)
 
 

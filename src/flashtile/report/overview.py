@@ -14,7 +14,7 @@ QUESTIONS = {
     "memory": ("Is it smaller?", "times as small as the smallest other"),
     "error": ("Is it as exact?", "times as exact as the most exact other"),
 }
-CLOSEST = 3  # of each question, where there is no loss
+CLOSEST = 3  # rows of each question, where there is no loss
 
 
 def overview(sections: Sequence[Section]) -> Section:

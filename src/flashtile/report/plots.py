@@ -1,7 +1,7 @@
 """Plots as SVG whose colors are CSS variables of the page, so that one drawing serves light and dark mode.
 
 Drawn with matplotlib; text stays text, in the fonts of the page. matplotlib draws placeholder colors, which then become
-`var(--name)`. The size is that of a phone: a wide page shows two plots next to each other, scaled up.
+`var(--name)`. The size fits a phone: a wide page shows two plots next to each other, scaled up.
 """
 
 import html
@@ -15,11 +15,15 @@ from .section import Plot, Series
 WIDTH, HEIGHT, ROW_HEIGHT = 4.6, 3.1, 0.26  # inches
 ROOM = 30  # letters of two names in one row of a legend
 ENLARGED = 1.3  # as a file of its own
-SPREAD = 0.24  # of the dots of one row, in rows
+SPREAD = 0.24  # spread of the dots of one row, in rows
 FONT_SIZE = 11
 INK, MUTED, GRID, BAD = "#010101", "#020202", "#030303", "#040404"
 SERIES = ("#110000", "#120000", "#130000", "#140000", "#150000", "#160000", "#170000")
-NAMED = {"bad": (BAD, "o"), "muted": (MUTED, "s"), "good": (SERIES[0], "^")}  # of series whose color has a meaning
+NAMED = {
+    "bad": (BAD, "o"),
+    "muted": (MUTED, "s"),
+    "good": (SERIES[0], "^"),
+}  # whose color has a meaning
 VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid", BAD: "--bad"}
 VARIABLES |= {x: f"--series-{n}" for n, x in enumerate(SERIES, 1)}
 DECADES = tuple(10.0**n for n in range(-3, 5))

@@ -37,7 +37,7 @@ class Series:
 class Plot:
     """A plot: `kind` is "lines", or "dots" whose y is an index into `rows`."""
 
-    name: str  # of its file
+    name: str  # name of its file
     title: str
     series: list[Series]
     x_label: str

@@ -37,16 +37,16 @@ class Settings:
     timing: Timing
     quick: bool = True
     tokens: int | None = None
-    long_heads: int | None = None  # of the longest calls; `None`: as the others
+    long_heads: int | None = None  # heads of the longest calls; `None`: as the others
     memory_heads: int = 4
     error_seqlen: int = 256
     cases: int = 120  # random problems of the gate
     captured_cases: int = 40
     long_cases: int = 4
-    gate_seconds: float = 15.0  # of each kind; problems after these are left out, and the page says so
+    gate_seconds: float = 15.0  # time of each kind; problems after these are left out, and the page says so
     gate_jobs: int = 1  # processes
-    steps: int = STEPS  # of training, however long they take: captured inputs follow from them
-    models_seconds: float = 20.0  # of the cells of real models; cells after these are left out, and the page says so
+    steps: int = STEPS  # steps of training, however long they take: captured inputs follow from them
+    models_seconds: float = 20.0  # for cells of real models; cells after these are left out, and the page says so
     all_of_models: bool = False  # every provider of the sweep of models, also those that take long to compile
 
     @property

@@ -31,7 +31,7 @@ RULE = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """A figure of flashtile and that of the best other, in seconds, bytes or as a relative error."""
+    """A figure of flashtile and of the best other, in seconds, bytes or as a relative error."""
 
     question: str  # a key of ADJECTIVES
     group: str  # cases of a kind, which share a row of a picture
@@ -76,7 +76,7 @@ def figures(x: float) -> str:
 
 
 def times_as_small(own: float, other: float) -> float:
-    """Ratio of two figures of which smaller is better; two zeros are equal."""
+    """Ratio of two figures, where smaller is better; two zeros are equal."""
     if own == other:
         return 1.0
     return other / own if own else float("inf")

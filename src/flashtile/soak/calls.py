@@ -80,7 +80,7 @@ class Caller:
         return self.compared(case, backend, results)
 
     def compared(self, case: Case, backend: str, results: dict[str, Tensor]) -> str | None:
-        """Compare forward results with those of the same call before: they do not depend on the thread."""
+        """Compare forward results with the results of the same call before: they do not depend on the thread."""
         forward = {name: x for name, x in results.items() if name in ("out", "lse", *CACHES)}
         if self.ledger.changed((case.seed, backend), forward):
             return "out, lse or caches differ from those of the same call before"

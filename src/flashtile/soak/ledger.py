@@ -14,7 +14,7 @@ MOST_FAILURES = 50  # further ones would repeat the same causes
 
 @dataclass(frozen=True)
 class Failure:
-    kind: str  # of call
+    kind: str  # kind of call
     call: str
     message: str
 

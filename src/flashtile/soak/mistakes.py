@@ -42,7 +42,7 @@ def has_elements(lengths: Tensor | int | None) -> bool:
 
 
 def mistaken(arguments: Arguments, rng: random.Random) -> tuple[str, Arguments]:
-    """Arguments of which one is wrong, and a description of the mistake."""
+    """Arguments with one that is wrong, and a description of the mistake."""
     k = "k_cache" if "k_cache" in arguments else "k"
     choices = [*EVERYWHERE, *(f"{k}: {words}" for words in OF_KEYS)]
     if arguments["q"].device.type == "cpu":

@@ -16,13 +16,13 @@ from .score_functions import random_score_function
 
 PAIR_BUDGET = 400_000  # B * Hq * Sq * Sk of one case with head_dim 64; the oracle's time is proportional to it
 AROUND = (16, 32, 64, 128, 256)  # tile sizes, for lengths on both sides of them
-COMBINED = 0.1  # of tensors
-MASK_FUNCTIONS = 0.1  # of problems without a bool mask
+COMBINED = 0.1  # part of tensors
+MASK_FUNCTIONS = 0.1  # part of problems without a bool mask
 RECORDED = range(
     1_000_000, 1_021_000
 )  # seeds recorded before there were mask functions, `HopperDraw` and int64 indices
-WIDE_INDICES = 0.4  # of problems with lengths, offsets or pages: half of these tensors are int64
-RESIZED = 0.2  # of variations, whose kernels may have other tiles than those of their seed
+WIDE_INDICES = 0.4  # part of problems with lengths, offsets or pages: half of these tensors are int64
+RESIZED = 0.2  # part of variations, whose kernels may have other tiles than their seed's
 NAN = float("nan")
 # Queries, keys and values of given shapes [..., S, D], in place of random ones.
 Values = Callable[[tuple[tuple[int, ...], ...], torch.dtype, random.Random], tuple[Tensor, Tensor, Tensor]]

@@ -45,7 +45,7 @@ def random_case(
 def _kept_choices(
     drawn_by: type[Draw], seed: int, dtypes: tuple[torch.dtype, ...], function: str | None, values: Values | None
 ) -> tuple[Any, ...]:
-    """The choices that variations share: those of variation 0."""
+    """The choices that variations share: variation 0's."""
     draw = drawn_by((seed, 0), torch.device("cpu"), dtypes, values)
     _made(draw, function)
     return tuple(draw.kept)

@@ -125,7 +125,7 @@ def _rows_of_table(draw: Draw, table: Tensor) -> dict[str, Tensor]:
 
 
 def _rotary_start(draw: Draw, batch: int) -> dict[str, Any]:
-    """Rotary positions other than those of the cache, and one position for all queries of a sequence."""
+    """Rotary positions other than the cache's, and one position for all queries of a sequence."""
     arguments: dict[str, Any] = {}
     if draw.also(0.3):
         starts = [draw.values_of_further.randint(0, 40) for _ in range(batch)]

@@ -14,7 +14,7 @@ from .draw import RECORDED, Draw
 from .layouts import lay_out
 from .poison import in_larger_buffer
 
-SHARE = 0.65  # of problems
+SHARE = 0.65  # part of problems
 ROW_BYTES, PAGE_STEP = 16, 8  # that divide rows, and keys that divide pages
 WITH_SLOPES, CAPPED = 128, 64  # head dimensions up to which slopes have a gradient, and above which softcaps do
 DTYPES = {torch.bfloat16: 4, torch.float16: 3, torch.float32: 1}

@@ -18,9 +18,9 @@ LONGEST = 2**20
 SHORTEST = 2**12
 HALVINGS = int(math.log2(LONGEST // SHORTEST)) + 1
 FEW = (1, 2, 3, 5)  # tokens of the other side
-HEADS = ((1, 1), (2, 1), (2, 2), (4, 2))  # of queries, of keys
+HEADS = ((1, 1), (2, 1), (2, 2), (4, 2))  # heads of queries, of keys
 HEAD_DIMS = (4, 8, 16, 33, 64)
-MAX_ELEMENTS = 2**24  # of the long side's tokens, with their rows of pairs
+MAX_ELEMENTS = 2**24  # elements of the long side's tokens, with their rows of pairs
 THIRD = 1 / 3  # no sum of its multiples is exact
 
 

@@ -24,7 +24,7 @@ def first_keys(b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor, lengths: Tens
 
 
 def documents(b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor, ids: Tensor) -> Tensor:
-    """Equal ids, `[PERIOD]`, of which each PERIOD-th position has the same."""
+    """Equal ids, `[PERIOD]`: each PERIOD-th position has the same."""
     return ids[q_idx % PERIOD] == ids[k_idx % PERIOD]
 
 

@@ -1,7 +1,7 @@
 """Poisoned memory: it reveals reads before a write, and reads and writes outside of a tensor.
 
-`poisoned_allocation` replaces the allocating functions in `torch` and `torch.Tensor`, and those of compiled programs,
-within a `with` block. Other ways fail here:
+`poisoned_allocation` replaces the allocating functions in `torch` and `torch.Tensor`, and the allocators of compiled
+programs, within a `with` block. Other ways fail here:
 
 - A TorchDispatchMode or TorchFunctionMode is switched off while it handles an operator, so it does not see what the
   implementation of a torch.library operator allocates, which is where backends do. Modes also belong to one

@@ -42,7 +42,7 @@ def batch_offset_where_even(
 def tempered_table(
     score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor, factor: Tensor, table: Tensor
 ) -> Tensor:
-    """Two tensors [H] and [H, 17], of which a function may take any number."""
+    """Two tensors [H] and [H, 17]; a function may take any number of them."""
     return distance_table(temperature(score, b, h, q_idx, k_idx, factor), b, h, q_idx, k_idx, table)
 
 

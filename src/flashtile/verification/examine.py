@@ -40,13 +40,13 @@ NO_PROBLEM = "no problem to compare with: "
 class Problems(NamedTuple):
     """Problems to examine, and the backends that run them."""
 
-    seeds: range  # of random problems
+    seeds: range  # seeds of random problems
     backends: tuple[str, ...]
     device: torch.device
     dtypes: tuple[torch.dtype, ...] | None  # None: all
     captured: Path | None = None  # a file of `Source`, for values that are not random
     long: range = range(0)  # seeds of long problems, which come after the others
-    variations: range = range(1)  # of each random problem
+    variations: range = range(1)  # variations of each random problem
 
     def numbers(self) -> list["Number"]:
         """The first problem of each seed, and each long one."""

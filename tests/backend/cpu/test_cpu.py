@@ -46,7 +46,7 @@ INF, NAN = torch.inf, torch.nan
 
 
 def usable(width: str) -> bool:
-    with mock.patch.dict(os.environ, {support.VECTORS_VARIABLE: width}):
+    with mock.patch.dict(os.environ, {targets.VECTORS_VARIABLE: width}):
         try:
             return targets.host() is not None
         except BackendError:
@@ -56,7 +56,7 @@ def usable(width: str) -> bool:
 def request_width(width: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not usable(width):
         pytest.skip(f"this processor has no {width}")
-    monkeypatch.setenv(support.VECTORS_VARIABLE, width)
+    monkeypatch.setenv(targets.VECTORS_VARIABLE, width)
 
 
 @pytest.fixture(params=WIDTHS)
@@ -598,7 +598,7 @@ def test_vectors_that_the_processor_lacks_are_refused(requested: str, monkeypatc
     case = dense_case(head_dim=9)
     case.run("cpu")
     q = case.arguments["q"]
-    monkeypatch.setenv(support.VECTORS_VARIABLE, requested)
+    monkeypatch.setenv(targets.VECTORS_VARIABLE, requested)
     told = f"FLASHTILE_CPU_VECTORS is {requested!r}. Accepted here: '"
     for refused in (lambda: case.run("cpu"), lambda: flashtile.attention(q, q, q), lambda: flashtile.explain(q, q, q)):
         with pytest.raises(BackendError) as raised:

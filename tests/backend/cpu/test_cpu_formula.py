@@ -224,7 +224,7 @@ BITWISE = ("and_", "or_", "xor", "not_")
 
 
 def usable(width: str) -> bool:
-    with mock.patch.dict(os.environ, {support.VECTORS_VARIABLE: width}):
+    with mock.patch.dict(os.environ, {targets.VECTORS_VARIABLE: width}):
         try:
             return targets.host() is not None
         except BackendError:
@@ -245,7 +245,7 @@ def test_functions_of_reals(width: str, dtype: torch.dtype, monkeypatch: pytest.
     """Every function, over the whole range of exponents and near the numbers where formulas change."""
     if not usable(width):
         pytest.skip(f"this processor has no {width}")
-    monkeypatch.setenv(support.VECTORS_VARIABLE, width)
+    monkeypatch.setenv(targets.VECTORS_VARIABLE, width)
     builder = Builder(())
     x = builder.input("score")
     functions = [name for name, f in OPERATIONS.items() if f.operands == REAL and f.text.count("{}") == 1]

@@ -25,7 +25,7 @@ BFLOAT16 = torch.bfloat16
 
 @pytest.fixture(params=WIDTHS, autouse=True)
 def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv(support.VECTORS_VARIABLE, request.param)
+    monkeypatch.setenv(targets.VECTORS_VARIABLE, request.param)
     return str(request.param)
 
 

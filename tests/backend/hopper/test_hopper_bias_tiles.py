@@ -124,7 +124,7 @@ BUGS = (
         "one bias 64"),
     Bug("read after the last step", "backward/mainloop.py", "steps_left > 1, warpgroup", "True, warpgroup",
         "one bias 64"),
-    Bug("first sequence's rows copied", COPY, "flat_head // num_heads * stride", "0 * stride",
+    Bug("first sequence's rows copied", COPY, "flat_head // num_heads * stride64", "0 * stride64",
         "unaligned rows of sequences 32"),
     Bug("rows copied without space between", COPY, "+ row) * pitch", "+ row) * keys", "unaligned rows of one bias 64"),
     Bug("previous block's bias", "forward/producer.py", "tile, next_key, count, CONFIG)\n            first_key",

@@ -1,4 +1,4 @@
-"""The backward pass of `scores`: from the gradient of the final score to that of the product, feature by feature."""
+"""The backward pass of `scores`: from the gradient of the final score to the product's, feature by feature."""
 
 from collections import namedtuple
 
@@ -33,7 +33,7 @@ class FeatureGradients(namedtuple("FeatureGradients", Needs._fields[3:])):
         return cls(*(sum_of(name) for name in cls._fields[:-1]), tuple(new_sum(*modifier) for modifier in modifiers))
 
     def results(self) -> Gradients:
-        """The features' gradients, without those of q, k and v."""
+        """The features' gradients, without dq, dk and dv."""
         *features, modifiers = self
         return Gradients(None, None, None, *(result_of(x) for x in features), tuple(result_of(x) for x in modifiers))
 

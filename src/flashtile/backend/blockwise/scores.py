@@ -57,7 +57,7 @@ class Scores:
         self.mask_mod = None if settings.mask_mod is None else mask_mod_function(settings.mask_mod)
         self.score_mod_tensors, self.mask_mod_tensors = captured[:of_score], captured[of_score:]
         self.seed = tensors.dropout_seed if settings.dropout_p > 0 else None
-        self.mask_states: dict[TileShape, list[list[int]] | None] = {}  # of tiles, by `tiled.blocks`
+        self.mask_states: dict[TileShape, list[list[int]] | None] = {}  # states of tiles, by `tiled.blocks`
 
     def positions(self, tile: Tile) -> tuple[Tensor, Tensor]:
         """Positions of the tile's rows `[M, 1]` and keys `[N]` in the whole sequence."""

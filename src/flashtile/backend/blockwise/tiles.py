@@ -207,7 +207,7 @@ class Slab:
     batch: slice
     heads_q: slice
     heads_kv: slice
-    seqlen_q: int  # of the longest sequence
+    seqlen_q: int  # the longest sequence's
     seqlen_k: int
     diagonal: int | Tensor  # seqlen_k - seqlen_q of each sequence; an int, or [B, 1, 1, 1]
 

@@ -21,7 +21,7 @@ from .variant import TaskSplit, Variant
 class CapturedGradient(NamedTuple):
     """The sums of one tensor's gradient."""
 
-    shape: tuple[int, ...]  # of the tensor
+    shape: tuple[int, ...]  # the tensor's
     sums: tuple[int, ...]  # sequences, key heads and splits that have sums of their own
     tasks: tuple[int, ...]  # sequences, key heads and splits
 

@@ -1,5 +1,5 @@
-"""Compute the table of a score_mod's term of distances once a call (`expression.tabulated`), and the gradients of the
-tensors that the term reads from that of the table.
+"""Compute the table of a score_mod's term of distances once a call (`expression.tabulated`), and from the
+table's gradient the gradients of the tensors that the term reads.
 """
 
 import ctypes
@@ -55,7 +55,7 @@ def with_distance_table(call: Call) -> Call:
 
 
 def needs_with_table(call: Call, needs: Needs) -> Needs:
-    """The gradients that `with_distance_table(call)` needs for those of the call."""
+    """The gradients of `with_distance_table(call)` from which the call's follow."""
     own, wanted = call.num_score_tensors, needs.score_mod_tensors
     if not any(wanted) or distance_table_of(call) is None:
         return needs
@@ -63,7 +63,9 @@ def needs_with_table(call: Call, needs: Needs) -> Needs:
 
 
 def without_table(call: Call, needs: Needs, grads: Gradients) -> Gradients:
-    """The gradients of a call from those of `with_distance_table(call)`: the table's is one of the tensors it is of."""
+    """The gradients of a call from the gradients of `with_distance_table(call)`: the table's is one of the tensors it
+    is of.
+    """
     found = distance_table_of(call)
     if found is None:
         return grads

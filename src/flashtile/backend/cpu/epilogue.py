@@ -32,7 +32,7 @@ def segment_sums(x: Tensor, lengths: Tensor) -> Tensor:
     """
     while bool((lengths > 1).any()):
         chunks = (lengths + CHUNK - 1) // CHUNK
-        shift = (chunks.cumsum(0) - chunks) * CHUNK - (lengths.cumsum(0) - lengths)  # of each sequence, by padding
+        shift = (chunks.cumsum(0) - chunks) * CHUNK - (lengths.cumsum(0) - lengths)  # each sequence's shift by padding
         place = torch.arange(x.shape[1]) + shift.repeat_interleave(lengths)
         padded = x.new_zeros((x.shape[0], int(chunks.sum()) * CHUNK))
         x, lengths = padded.index_copy_(1, place, x).unflatten(1, (-1, CHUNK)).sum(dim=-1), chunks

@@ -72,5 +72,8 @@ def start(launch: KernelLaunch, block: Any) -> None:
         return
     workspace, address = allocate((count * launch.work_size,), (1,), torch.uint8), ctypes.addressof(block)
     block[WORKSPACE], block[COUNTER] = workspace.data_ptr(), address + args.COUNTERS_INDEX * 8
-    threads.run(launch.function, address, count)
+    if count == 1:
+        launch.function(address)
+    else:
+        threads.run(launch.function, address, count)
     del workspace, block

@@ -19,8 +19,8 @@ NEW = ("out", "lse", "partial_out", "partial_lse", "delta", "dq", "dk", "dv")  #
 
 
 class Recording:
-    """A launch, with the slots of its tensors and of the results. Slots are numbers of inputs, and behind those of the
-    tensors that it allocates.
+    """A launch, with the slots of its tensors and of the results. Slot n is input n; allocated tensors follow the
+    inputs.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Recording:
 
     def run(self, inputs: Results, launch: KernelLaunch) -> Results:
         known = [*inputs, *[allocate(*spec) for spec in self.specs]]  # alive until the kernel returns
-        block = args.copied(launch.block)
+        block = type(launch.block).from_buffer_copy(launch.block)  # `arguments.copied`, without a call
         for field, n in self.slots:
             block[field] = known[n].data_ptr()  # type: ignore[union-attr]
         start(launch, block)

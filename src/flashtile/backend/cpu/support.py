@@ -2,29 +2,30 @@
 
 import functools
 import importlib.util
-import os
 import platform
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from ...call.call import Call, Needs
+from ...call.call import Needs
 from ...call.device import Device
-from ...call.plan import Candidate, Plan
+from ...call.plan import Candidate
 from ...call.problem import Problem, too_long
+from .targets import misconfigured
+
+__all__ = ["misconfigured"]  # which is about targets
 
 SUMMARY = "LLVM kernels for CPUs, generated from Python: every feature, head dimensions to 512"
 MAX_HEAD_DIM = 512
 OLDEST_LLVMLITE = (0, 45)  # before, pointers have types
-VECTORS_VARIABLE = "FLASHTILE_CPU_VECTORS"
 MACHINES = ("x86_64", "amd64", "arm64", "aarch64")
 # Query rows of a task: as many as leave its queries, its outputs and a block of keys in the second-level cache.
 ROWS = 256
 ROW_BYTES = 2**18
 SPLIT_KEYS = 384  # least keys of a split
 TARGET_TASKS = 32
-SHARED_TASKS = 256  # of a call, that the threads of a large machine share evenly enough
+SHARED_TASKS = 256  # tasks of a call, which the threads of a large machine share evenly enough
 
 
 class TileConfig(NamedTuple):
@@ -47,21 +48,6 @@ def unusable() -> str | None:
     if platform.machine().lower() not in MACHINES:
         return f"it has no kernels for {platform.machine()}"
     return None
-
-
-def misconfigured() -> str | None:
-    """The error if the environment variable requests vectors that this processor lacks; `None` if it does not."""
-    requested = os.environ.get(VECTORS_VARIABLE)
-    if requested is None:
-        return None
-    from .targets import usable_widths  # imports LLVM
-
-    usable = usable_widths()
-    return (
-        None
-        if requested in usable
-        else f"{VECTORS_VARIABLE} is {requested!r}. Accepted here: {', '.join(map(repr, usable))}"
-    )
 
 
 def declines(problem: Problem, device: Device) -> str | None:
@@ -90,16 +76,6 @@ def tile(problem: Problem) -> TileConfig:
     if problem.dtype is torch.bfloat16:
         parts = min(parts, -(-SHARED_TASKS // max(problem.batch * problem.num_heads_kv, 1)))
     return TileConfig(max(1, min(ROWS, max_rows, rows if rows <= 64 else max(64, rows // parts))), 96)
-
-
-def tiles(plan: Plan, call: Call, needs: Needs | None) -> dict[str, Any]:
-    """The tiles of a call's pass, and the instructions of forward's products: AMX's, or those of vectors."""
-    if needs is not None:
-        return plan.tile._asdict()  # type: ignore[no-any-return]
-    from .arguments import uses_matrix_tiles  # imports LLVM
-    from .targets import host_width
-
-    return plan.tile._asdict() | {"forward by": host_width(uses_matrix_tiles(call, plan.tile.rows))}
 
 
 def num_splits(problem: Problem) -> int:

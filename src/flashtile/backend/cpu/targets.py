@@ -8,7 +8,8 @@ import sys
 from typing import Any, NamedTuple
 
 from ...errors import BackendError
-from .support import VECTORS_VARIABLE, misconfigured
+
+VECTORS_VARIABLE = "FLASHTILE_CPU_VECTORS"
 
 
 class Target(NamedTuple):
@@ -47,13 +48,26 @@ GENERIC_CPUS = {
     "neon": "generic",
     "amx-emulated": "x86-64-v3",
 }
-ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64
+ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # numbers of Linux on x86-64
 
 
 def make_target(width: str, triple: str, cpu: str | None = None, features: str = "") -> Target:
     """A target with vectors of this width; without `cpu`, for any processor that has them."""
     hardware = width != "baseline"
     return Target(triple, cpu or GENERIC_CPUS[width], features, **WIDTHS[width][1], fma=hardware, half=hardware)
+
+
+def misconfigured() -> str | None:
+    """The error if the environment variable requests vectors that this processor lacks; `None` if it does not."""
+    requested = os.environ.get(VECTORS_VARIABLE)
+    if requested is None:
+        return None
+    usable = usable_widths()
+    return (
+        None
+        if requested in usable
+        else f"{VECTORS_VARIABLE} is {requested!r}. Accepted here: {', '.join(map(repr, usable))}"
+    )
 
 
 def requested_width() -> str | None:

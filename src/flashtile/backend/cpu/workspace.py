@@ -10,10 +10,10 @@ from ...call.call import HEAD_TERMS
 from .kernels.operands import ADDRESS, BYTE, INT, LONG, SIZES, Pointer
 
 BLOCK_N = 96  # keys of a block: its scores stay in the first-level cache
-BLOCK_PARTS = 3  # of which mask functions hide the first and last ones
+BLOCK_PARTS = 3  # parts of a block; mask functions hide the first and last ones
 DROPOUT_KEYS = 8  # keys that share a random counter; a block may begin and end inside such a group
 CACHE_LINE = 64  # bytes
-TILE_ROWS = 16  # of a matrix tile
+TILE_ROWS = 16  # rows of a matrix tile
 TILE_DEPTH = 32  # bfloat16 numbers in a row of it
 
 

@@ -63,7 +63,7 @@ class Archive:
         if self.index["sources"] != sources():
             raise ValueError("its kernels were made from other sources than this version has")
         self.driver = library()
-        self.lock = threading.RLock()  # of the file, which counts its readers
+        self.lock = threading.RLock()  # guards the file, which counts its readers
         self.binaries: dict[tuple[Kernel, str], Binary] = {}
         self.quick: dict[Kernel, tuple[QuickKeys, dict[Hashable, Binary | None]]] = {}
 

@@ -19,7 +19,7 @@ from .driver import INVALID_CONTEXT, INVALID_HANDLE, Driver, LaunchConfig, MapLa
 from .pointers import Slot, Slots, TmaDescriptor, described_tensors, resolved
 from .signature import Parameters
 
-MOST_ADDRESSES = 256  # of tensor maps that a launch keeps
+MOST_ADDRESSES = 256  # addresses of tensor maps that a launch keeps
 POINTER, MAP = "pointer", "map"  # types of arguments that have addresses
 FORMATS = {POINTER: "Q", MAP: "Q", "i32": "i4x", "i64": "q", "u64": "Q", "fp32": "f4x", "u1": "B7x"}  # eight bytes each
 WARP = 32

@@ -27,7 +27,7 @@ from ...expression.blocks import (
 from ..scalars import window_numbers
 from .replay import Recorder
 
-LEAST_PAIRS = 2**28  # of a call: computing fewer takes about as long as their lists
+LEAST_PAIRS = 2**28  # pairs of a call: computing fewer takes about as long as their lists
 
 
 class Range(NamedTuple):
@@ -68,7 +68,7 @@ def block_lists(
 ) -> tuple[dict[str, Tensor | None], dict[str, int | None]]:
     """The pointer and the scalars of `parameters.BlockLists`; `of_keys` is for kernels that own blocks of keys. Packed
     calls, calls with chunks and small ones have no lists: their kernels visit all blocks that the window shows.
-    `states` are those of `summary`.
+    `states` come from `summary`.
     """
     if not has_lists(call):
         return {"lists": None}, {f"stride_lists_{dim}": None for dim in "bhm"}
@@ -95,7 +95,7 @@ def has_lists(call: Call) -> bool:
 def summary(recorder: Recorder, call: Call, block_m: int, block_n: int, known: Tensor | None = None) -> Tensor | None:
     """The states of a mask tensor's blocks, of `SUMMARY_BLOCK` rows and keys each: one pass over its elements for all
     kernels of forward and backward. `None` of calls without lists, or with a mask function, and for kernels with blocks
-    that are no multiples. `known` is that of an earlier kernel.
+    that are no multiples. `known` comes from an earlier kernel.
     """
     t, multiples = call.tensors, block_m % SUMMARY_BLOCK == block_n % SUMMARY_BLOCK == 0
     if call.settings.mask_mod is not None or not multiples or not has_lists(call):

@@ -12,8 +12,8 @@ BLOCK = 128 * 128  # pairs for which a feature's time is counted
 OUTSIDE = ("launch", "merge", "sum", "products")  # how the names begin of what does not overlap with the rest
 OVERLAP = 4  # exponent of a sum that is little more than its largest part
 NEARLY = 1.04  # times the least time
-SHOWN_KEYS = 2048  # of a row, that a mask function is expected to show, as of packed documents
-L2_BYTES = 24 * 2**20  # of the L2 cache, for what is read again
+SHOWN_KEYS = 2048  # keys of a row that a mask function is expected to show, as in packed documents
+L2_BYTES = 24 * 2**20  # part of the L2 cache for what is read again
 
 
 class Counts(defaultdict[str, float]):
@@ -88,8 +88,8 @@ def features(problem: Problem) -> list[str]:
 
 
 def add_work(counts: Counts, kernel: str, name: str, work: Work, tile: Any, problem: Problem) -> None:
-    """Add the work of a core: the tiles of a kernel, whose rates have the `name`, and what features do to each pair of
-    them, of which all tiles of the `kernel` share a rate.
+    """Add the work of a core: the tiles of a kernel, whose rates have the `name`, and what features do to each of
+    their pairs, at one rate for all tiles of the `kernel`.
     """
     counts[f"{name} tile"] += work.tiles
     counts[f"{name} step"] += work.steps

@@ -169,7 +169,7 @@ def source(
 ) -> Source:
     """A function that returns the new score, or of a mask whether a pair is visible. With `partial`, it also returns
     the derivative by the score; with `load`, the derivative by the element that this load of the formula reads, and the
-    element's position. Loads are those of `formula.partials` of all tensors of real numbers. `wide`: offsets into
+    element's position. Loads come from `formula.partials` of all tensors of real numbers. `wide`: offsets into
     captured tensors have 64 bits.
     """
     writer = Writer(formula.tensors, language, wide)

@@ -27,7 +27,7 @@ STREAM = 3  # the index of the stream among the arguments
 
 def of(compiled: Any, programs: int, arguments: dict[str, Any], slots: Slots, by_triton: Step) -> Step | None:
     """Build the step that launches a compiled kernel for other tensors; `None` where only Triton can. `arguments` are
-    those of its first launch.
+    its first launch's.
     """
     run = compiled.run
     if type(run) is not CudaLauncher or run.global_scratch_size > 0 or run.profile_scratch_size > 0:

@@ -32,7 +32,7 @@ class TmaDescriptor(NamedTuple):
 Pointers = Mapping[str, Tensor | Described | None]
 
 
-Layout = tuple[tuple[int, ...], torch.dtype]  # of a contiguous tensor
+Layout = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a contiguous tensor
 
 
 class Part(NamedTuple):
@@ -56,7 +56,7 @@ class Slot(NamedTuple):
     index: int
     describe: Callable[[Tensor, Any], Any] | None = None
     given: Any = None
-    part: Part | None = None  # of the tensor, which is a workspace
+    part: Part | None = None  # part of the tensor, which is a workspace
 
     @property
     def offset(self) -> int:

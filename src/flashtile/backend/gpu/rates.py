@@ -15,7 +15,7 @@ from .chips import unlike
 FOLDER = "rates"
 KERNEL = re.compile(r"(?P<kernel>.+?) (?P<d>\d+)(/(?P<dv>\d+))? (?P<m>\d+)x(?P<n>\d+)(x\d+x\d+)?(?P<variant> .+)?")
 PARTS = ("tile", "step", "edge")
-ESTIMATED = {"tile": 1.5, "step": 1.0, "edge": 0.3}  # of a kernel without rates, in steps
+ESTIMATED = {"tile": 1.5, "step": 1.0, "edge": 0.3}  # times of a kernel without rates, in steps
 
 
 class Rates(dict[str, float]):
@@ -51,7 +51,7 @@ def products(kernel: re.Match[str]) -> int:
 
 @functools.cache
 def rates_of(device: Device) -> Rates:
-    """The rates of a device: those of its chip, or of the nearest one that was measured, scaled."""
+    """The rates of a device: its chip's, or the scaled rates of the nearest chip that was measured."""
     files = [(file.name, tomllib.loads(file.read_text())) for file in sorted_files()]
     name, chosen = min(files, key=lambda file: distance(file[1]["chip"], device))
     return scaled(chosen, device, f"{FOLDER}/{name}")

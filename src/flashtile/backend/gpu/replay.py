@@ -64,7 +64,7 @@ class Recorder:
         self.tensors = [*self.inputs]
         self.indices = {id(x): n for n, x in enumerate(self.tensors) if x is not None}
         self.views: dict[int, Tensor] = {}
-        self.parts: dict[int, tuple[Tensor, Part]] = {}  # of workspaces
+        self.parts: dict[int, tuple[Tensor, Part]] = {}  # parts of workspaces
         self.steps: list[Step] = []
 
     def index(self, x: Tensor | None) -> int | None:
@@ -105,7 +105,7 @@ class Recorder:
         return None if x is None else self.op(Tensor.contiguous, x)
 
     def view(self, base: Tensor, view: Tensor) -> Tensor:
-        """Register `view`, for kernels only: they get the data pointer of `base`, which is also that of its view."""
+        """Register `view`, for kernels only: they get the data pointer of `base`, which is also the view's."""
         if view is not base:
             self.indices[id(view)] = self.indices[id(base)]
             self.views[id(view)] = view

@@ -9,7 +9,7 @@
 
 Each of the first three returns the elements that depend on no other index of the pair; `pairs` takes their results.
 `run` is `k_idx` and the first index after them, or `None`: then keys need not be consecutive.
-`distance` is `q_idx - k_idx`, of which a thread may have fewer than pairs, and the two parts of `real_distance` have
+`distance` is `q_idx - k_idx` (a thread may have fewer distances than pairs), and the two parts of `real_distance` have
 the same number as their sum.
 `before` and `after` are functions of pairs from the distance `reach` on, if simpler ones hold there
 (`expression.sides`). With a mask there is `unmasked`, which is `pairs` where all pairs are visible. Only a formula that
@@ -47,7 +47,7 @@ class Staged(NamedTuple):
     texts: dict[str, str]
     derivative_inputs: frozenset[str]
     by_distance: bool  # whether distances are read
-    reach: int | None  # of `before` and `after`
+    reach: int | None  # distance from which `before` and `after` hold
 
 
 def staged_source(
@@ -59,7 +59,7 @@ def staged_source(
     contiguous: Sequence[bool],
     language: str,
 ) -> Staged:
-    """Device functions of a score_mod, of which `pairs` returns the new score; with `partial`, also its derivative by
+    """Device functions of a score_mod; `pairs` returns the new score, with `partial`, also its derivative by
     the score. `mask` is a mask function among the same tensors. `wide`: offsets into captured tensors have 64 bits.
     `contiguous`: which captured tensors have contiguous last dimensions.
     """
@@ -101,10 +101,10 @@ class StagedWriter(Writer):
         super().__init__(tensors, language, wide)
         self.contiguous = contiguous
         self.loaded: dict[str, None] = {}  # names, in order
-        self.numbers: dict[str, float] = {}  # of constants
+        self.numbers: dict[str, float] = {}  # values of constants
         pair = Value("", frozenset(("q_idx", "k_idx")))
-        self.reals = {"distance": self.line("real_distance[0] + real_distance[1]", pair)}  # of integers, by name
-        self.signs = {self.reals["distance"].name: ""}  # of distances and their opposites
+        self.reals = {"distance": self.line("real_distance[0] + real_distance[1]", pair)}  # reals of integers, by name
+        self.signs = {self.reals["distance"].name: ""}  # signs of distances and their opposites
         self.selected: dict[str, tuple[Value, Value, Value]] = {}  # operands of `where`
         for op in ("sub", *COMPARISONS):
             setattr(self, op, functools.partial(self.by_distance, op))

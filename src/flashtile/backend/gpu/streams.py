@@ -1,4 +1,4 @@
-"""Streams, by which launches share semaphores: those of one stream run one after another."""
+"""Streams, by which launches share semaphores: launches of one stream run one after another."""
 
 from ...private_torch import current_device, current_raw_stream
 

@@ -3,8 +3,8 @@
     def visibility(b, h, q_idx, k_idx, captured): ... return (ALWAYS, EVER)
 
 for the positions of one block of rows `[M]` and of several blocks of keys `[LANES, BLOCKS, N / LANES]`. The evaluation
-is that of `expression.blocks`, on names of values in the text in place of tensors: so the rules of intervals are
-written once.
+is the same as in `expression.blocks`, on names of values in the text in place of tensors: so the rules of intervals
+are written once.
 
 For many keys there are two functions. The first one returns all that visibility takes of blocks of keys, int64, once
 for all blocks of rows; the second one is `visibility` with `k_idx = (pointers, stride, exist)` of these numbers.
@@ -184,7 +184,7 @@ class SymbolicEvaluation(Evaluation):
 
 def visibility_source(formula: Formula, wide: bool, *, stored: bool = False) -> str | None:
     """The function's text; `None` if an element of a captured tensor is read for each pair. `wide`: offsets into
-    captured tensors have 64 bits. With `stored`, that of the second of two functions.
+    captured tensors have 64 bits. With `stored`, the code of the second of two functions.
     """
     writer = Writer(formula.tensors, "tl", wide)
     try:

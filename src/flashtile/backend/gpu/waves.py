@@ -13,9 +13,9 @@ from ...call.window import Window, key_range, row_range
 
 SAMPLES = 12  # tiles of a head that are looked at; the others lie between them
 FILLED = 4  # part of the slots that splits take at least
-MOST_ROUNDS = 8  # of tiles, after which the last one counts little
-ENDS = 1.5  # of a tile, in steps: what it takes besides them, as far as the busiest core depends on it
-ALONE, SHARED = 1.4, 0.3  # of a tile of several programs a core, if fewer run: of it, and of each program
+MOST_ROUNDS = 8  # rounds of tiles, after which the last one counts little
+ENDS = 1.5  # a tile's time in steps besides its steps, as far as the busiest core depends on it
+ALONE, SHARED = 1.4, 0.3  # factors of a tile's time if fewer of a core's programs run: of the tile, and of each program
 
 
 class Work(NamedTuple):
@@ -30,7 +30,7 @@ class Work(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Steps of one tile, and those of them at an edge."""
+    """Steps of one tile, and how many are at an edge."""
 
     steps: float
     edges: float
@@ -110,7 +110,7 @@ def busiest(head: Head, heads: float, cores: int, programs: int = 1, at_once: in
     count, total = head.count * heads, head.total.times(heads)
     if count == 0:
         return Work(0, 0, 0)
-    mean = total.times(1 / count)  # of a tile
+    mean = total.times(1 / count)  # a tile's
     if head.is_even:
         whole, rest = divmod(ceil(count), cores * programs)
         return mean.times(whole * programs + crowded(-(-rest // cores), programs))
@@ -118,7 +118,7 @@ def busiest(head: Head, heads: float, cores: int, programs: int = 1, at_once: in
     if count <= cores:
         return mean.times(head.longest / (mean.steps + ENDS) * crowded(1, programs))
     size = mean.steps + ENDS
-    share = count * size / slots  # of each program
+    share = count * size / slots  # each program's
     groups = 1 if at_once is None else -(-heads // at_once)
     last = heads - (groups - 1) * at_once if at_once is not None else heads
     # Of the last group, when the tiles of others are taken: half of a tile before their programs are done.

@@ -4,11 +4,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ...call.call import Call
+from ...call.call import Call, Needs
 from ...call.plan import Plan
 from ..gpu import replay
 from ..replays import ForwardReplay
-from .launch.forward import forward_config, launch_forward
+from .launch.forward import called_forward, forward_config, launch_forward
 
 APPENDING_BACKEND = "triton"  # whose kernel appends to the caches of KV-cache calls
 
@@ -22,6 +22,11 @@ def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
     """As `forward`, and the function that repeats it for calls of the same layout."""
     recording, results = replay.record(call.inputs, launch_forward, forward_config(plan, call), call)
     return ForwardReplay(recording), call.keep(results)
+
+
+def tiles(plan: Plan, call: Call, needs: Needs | None) -> dict[str, Any]:
+    """The tiles of the kernels that a call runs in forward or, with `needs`, in backward, by name."""
+    return {"forward": called_forward(plan, call)} if needs is None else {"backward": plan.tile.backward}
 
 
 def __getattr__(name: str) -> Any:

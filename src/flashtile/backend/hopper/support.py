@@ -1,7 +1,7 @@
 """Problems that the Hopper backend accepts, and the reasons why it declines the others."""
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -45,7 +45,7 @@ class KernelClass(NamedTuple):
     head_dim: int
     head_dim_v: int
     packed: bool
-    num_warpgroups: int  # of the forward kernel's consumers
+    num_warpgroups: int  # warpgroups of the forward kernel's consumers
     float32: bool = False
 
     def __str__(self) -> str:
@@ -168,13 +168,6 @@ def candidates(problem: Problem, device: Device, needs: Needs | None) -> list[Ca
     return ranked(ways, rates_of(device))
 
 
-def tiles(plan: Plan, call: Call, needs: Needs | None) -> dict[str, Any]:
-    """The tiles of the kernels that a call runs in forward or, with `needs`, in backward, by name."""
-    from .launch.forward import called_forward
-
-    return {"forward": called_forward(plan, call)} if needs is None else {"backward": plan.tile.backward}
-
-
 def unsplit(plan: Plan, call: Call) -> str | None:
     """Why forward does not split keys into as many parts as the caller asks for, or `None`."""
     if plan.tile.forward.kind == "float32":
@@ -183,7 +176,7 @@ def unsplit(plan: Plan, call: Call) -> str | None:
 
 
 def of_class(kernels: KernelClass, found: list[Candidate]) -> Candidate:
-    """The fastest candidate of a class's number of warpgroups, of which float32 has no choice."""
+    """The fastest candidate with a class's number of warpgroups; float32 has no choice of them."""
     if kernels.backward or kernels.float32:
         return found[0]
     return next(x for x in found if x.tile.forward.num_warpgroups == kernels.num_warpgroups)

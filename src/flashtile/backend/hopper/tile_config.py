@@ -7,12 +7,12 @@ from torch import Tensor
 
 MMA_M = 64  # rows (in transposed blocks, keys) of one warpgroup
 DQ_COLUMNS = 64  # staging columns of a warpgroup's share of dq
-SLOPE_PARTS = 4 * MMA_M  # of the gradient of slopes, two for each thread of a warpgroup
+SLOPE_PARTS = 4 * MMA_M  # parts of the gradient of slopes, two for each thread of a warpgroup
 NUM_WARPGROUPS = 2  # consumers in backward, with 64 keys and one share of dq each
 ALIGN = 8  # elements; divides the strides of rows
-RAGGED_EXTENT = 2**30  # of the rows' dimension in ragged descriptors
-COMBINE_ROWS = 16  # of a program that adds up the results of splits
-REGISTERS = 2**16  # of a core
+RAGGED_EXTENT = 2**30  # extent of the rows' dimension in ragged descriptors
+COMBINE_ROWS = 16  # rows of a program that adds up the results of splits
+REGISTERS = 2**16  # registers of a core
 # Launch option of kernels that begin while the one before them still runs (`kernels.shared.dependent`).
 OVERLAPPING: dict[str, Any] = {"launch_pdl": True}
 PAGE_COLUMNS = 64  # most columns of a box in pages: those of a panel of shared memory
@@ -37,7 +37,7 @@ class HeadDim(Constexpr):
 
     chunks: tuple[int, ...]
     box: int  # columns
-    parts: int = 1  # of a number, side by side in memory: three of a float32 number (`kernels.shared.parts`)
+    parts: int = 1  # parts of a number, side by side in memory: three of a float32 number (`kernels.shared.parts`)
 
     @property
     def width(self) -> int:
@@ -69,7 +69,7 @@ class HeadDim(Constexpr):
         return tuple(sum(chunks[:c]) for c in range(len(chunks)))
 
     def columns_of(self, x: Tensor) -> int | None:
-        """The columns of `x [..., D]` in units of ALIGN, where they do not fill the kernel's; `None` where they do."""
+        """Columns of `x [..., D]` in units of ALIGN if x is narrower than the kernel, else `None`."""
         return None if x.shape[-1] == self.width else x.shape[-1] // ALIGN
 
 
@@ -77,24 +77,24 @@ class HeadDim(Constexpr):
 class ForwardConfig(Constexpr):
     """Forward kernel: tiles of `64 * num_warpgroups` rows, blocks of `block_n` keys in `stages`."""
 
-    head_dim: HeadDim  # of q and k
-    head_dim_v: HeadDim  # of v and the results
-    epilogue_columns: int  # of the output in one TMA store, a power of two
+    head_dim: HeadDim  # q's and k's
+    head_dim_v: HeadDim  # v's and the results'
+    epilogue_columns: int  # columns of the output in one TMA store, a power of two
     block_n: int
     num_warpgroups: int
     stages: int
-    consumer_registers: int = 240  # of all warpgroups but the first, which takes what is left
+    consumer_registers: int = 240  # for all warpgroups but the first, which takes what is left
     producer_registers: int = 24
     q_stages: int = 2  # for each warpgroup; a single one is reloaded during its tile's last step
-    speculative_exps: int = 16  # of a thread, computed before a step's maximum is known
-    splits: int = 1  # of the keys of a tile; more than one write fp32 results that `combine` merges
+    speculative_exps: int = 16  # exponentials of a thread, computed before a step's maximum is known
+    splits: int = 1  # splits of a tile's keys; more than one write fp32 results that `combine` merges
     last_splits: int = 1  # the same of the tiles that are left after whole waves
     heads_at_once: int = 1  # key heads of a dense call whose tiles take turns
     programs_per_core: int = 1
     score_mod: Any = None  # device functions (`formulas.ScoreModFunctions`), set for a launch
     pair_align: int = 1  # elements that divide the strides of bias and mask, set for a launch
     natural: bool = False  # differences of scores are taken before any factor (`formulas.is_natural`), set for a launch
-    bias_stages: int = 0  # of tiles of a bias that TMA loads, set for a launch; 0 without them
+    bias_stages: int = 0  # stages of tiles of a bias that TMA loads, set for a launch; 0 without them
     page_rows: int = 0  # keys of a part of a block, which lies in one page; 0 where keys are not in pages
     page_size: int | None = None  # where sequences have several pages
     kind: Literal["half"] = "half"
@@ -204,14 +204,14 @@ class DqShare(Constexpr):
     row: int  # first row in the block
     column: int  # first column
     width: int
-    chunk: int  # of these columns
+    chunk: int  # columns at once
 
 
 @dataclass(frozen=True)
 class LateDq(Constexpr):
     """dq that is computed one step later, and added in any order (`kernels.backward.late_dq`)."""
 
-    stages: int  # of rows
+    stages: int  # stages of rows
     # Chunks of k and of v, the last ones, that each warpgroup's products read from registers, not from shared memory.
     keys: tuple[int, int] = (0, 0)
     values: tuple[int, int] = (0, 0)
@@ -221,7 +221,7 @@ class LateDq(Constexpr):
 class FusedBackwardConfig(Constexpr):
     """Fused backward kernel: tiles of 128 keys, blocks of `block_m` rows in `stages`."""
 
-    head_dim: HeadDim  # of q, k and v
+    head_dim: HeadDim  # q's, k's and v's
     block_m: int
     stages: int
     consumer_registers: int
@@ -235,7 +235,7 @@ class FusedBackwardConfig(Constexpr):
     row_splits: int = 1  # programs that share its rows; `add_splits` adds their dk and dv
     row_chunks: int = 1  # launches that visit some of the rows each, and add to dk and dv in fp32
     last_splits: int = 1  # programs that share the rows of the blocks that are left after whole waves
-    heads_at_once: int = 1  # of a dense call, or parts of their groups, whose blocks take turns
+    heads_at_once: int = 1  # heads of a dense call, or parts of their groups, whose blocks take turns
     block_n: int = 2 * MMA_M
     score_mod: Any = None
     pair_align: int = 1

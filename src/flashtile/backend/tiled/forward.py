@@ -41,8 +41,8 @@ def forward_slab(call: Call, slab: Slab, shape: TileShape, dtype: torch.dtype, r
 def forward_rows(
     call: Call, slab: Slab, shape: TileShape, scores: Scores, rows: slice
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`out [B, Hq, M, Dv]`, `lse [B, Hq, M, 1]` and its residual for one block of rows. All operations but those of the
-    residual are differentiable, because `transforms` differentiates this function, in forward and reverse mode and to
+    """`out [B, Hq, M, Dv]`, `lse [B, Hq, M, 1]` and its residual for one block of rows. All operations but the
+    residual's are differentiable, because `transforms` differentiates this function, in forward and reverse mode and to
     any order.
     """
     tensors, groups, dtype = call.tensors, slab.num_groups, scores.dtype
@@ -50,7 +50,7 @@ def forward_rows(
     q_i = fold_groups(q.load(rows).to(dtype) * call.settings.scale, groups)  # [B, Hkv, G * M, D]
     leading = (q_i.shape[0], slab.heads_q.stop - slab.heads_q.start, rows.stop - rows.start)  # B, Hq, M
     empty = partial(softmax.initial_state, shape=leading, head_dim_v=tensors.v.shape[-1], like=q_i)
-    state = None if scores.sinks is None else empty(scores.sinks)  # of the tiles since the last carry
+    state = None if scores.sinks is None else empty(scores.sinks)  # state of the tiles since the last carry
     subtrees: list[RowState] = []  # states of 2**n * TILES_PER_CARRY tiles, largest first: a pairwise sum
     for n, tile in enumerate(tiles(slab, call.settings, scores, rows, shape)):
         if n % TILES_PER_CARRY == 0 and state is not None and n > 0:

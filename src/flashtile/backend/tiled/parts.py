@@ -29,7 +29,7 @@ class RowBlock(NamedTuple):
 
 
 def shape_of_row_blocks(shape: TileShape, call: Call, queries: Side, keys: Side) -> TileShape:
-    """The size of row blocks: a budget for the scores `[B, H, M, Sk]`, of which second derivatives hold about a dozen
+    """The size of row blocks: a budget for the scores `[B, H, M, Sk]`; second derivatives hold about a dozen of them
     tensors. Blocks with as many rows as that allows come first, then as many heads and sequences.
     """
     budget = support.row_block_scores(call.tensors.q.device.type)

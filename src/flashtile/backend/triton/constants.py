@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-TRANSPOSED_ROWS = 8  # of a tile, if whole groups of query heads fit
+TRANSPOSED_ROWS = 8  # rows of a tile, if whole groups of query heads fit
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Constants:
     HEAD_DIM_V: HeadDim
     NATURAL: bool  # scores have a bias or a score_mod: differences of them are taken before any factor
     COMPENSATED: bool  # float32 inputs: sums carry their rounding errors
-    PRECISION: str  # of float32 products: "ieee", "tf32x3", "bf16x6" or "tf32"
+    PRECISION: str  # precision of float32 products: "ieee", "tf32x3", "bf16x6" or "tf32"
     ALIGN: int  # elements, the unit of strides
     PAGE_SIZE: int  # 0 without pages, and for a page table of one column
     BLOCK_B: int  # a power of two above the number of packed sequences
@@ -33,8 +33,8 @@ class Constants:
     SPLITS: int = 1  # programs that share the keys of a row
     TRANSPOSED: bool = False  # scores are `[N, M]` (`kernels.few_rows`)
     IN_ORDER: bool = False  # a page table of one column is `0 .. batch - 1`, and not read
-    NUM_WARPS: int = 4  # of a program; they decide how many rows of the splits are merged at once
-    STAGES: int = 1  # of rows in shared memory, in `kernels.mma`
+    NUM_WARPS: int = 4  # warps of a program; they decide how many rows of the splits are merged at once
+    STAGES: int = 1  # stages of rows in shared memory, in `kernels.mma`
     EVEN: bool = False  # no block needs masks; that of dq is slower without their code
 
 

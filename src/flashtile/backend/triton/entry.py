@@ -6,10 +6,11 @@ from torch import Tensor
 
 from ...call.cache import CacheCall
 from ...call.cache import append_and_rotate as in_operations
-from ...call.call import Call
+from ...call.call import Call, Needs
 from ...call.plan import Plan
 from ..gpu import replay
 from ..replays import ForwardReplay
+from .launch import called
 from .launch.cache import appendable, attention_after, launch_append, launch_with_cache
 from .launch.forward import launch_forward
 
@@ -22,6 +23,11 @@ def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
     """As `forward`, and the function that repeats it for calls of the same layout."""
     recording, results = replay.record(call.inputs, launch_forward, plan, call)
     return ForwardReplay(recording), call.keep(results)
+
+
+def tiles(plan: Plan, call: Call, needs: Needs | None) -> dict[str, Any]:
+    """The tiles of the kernels that a call runs in forward or, with `needs`, in backward, by name."""
+    return called.tiles(plan.tile, call, needs)
 
 
 def __getattr__(name: str) -> Any:

@@ -14,9 +14,9 @@ from ...call.call import Call
 from ...call.problem import Problem
 from ...call.window import UNLIMITED, Window, key_range
 
-UNIT = 16  # of strides and of the first key, in elements
-ROWS = 128  # of a product's tile: blocks of a window begin at multiples of them
-SCORES = 2**25  # of a block: 320 MiB of scores and probabilities in forward, 832 MiB with gradients in backward
+UNIT = 16  # unit of strides and of the first key, in elements
+ROWS = 128  # rows of a product's tile: blocks of a window begin at multiples of them
+SCORES = 2**25  # scores of a block: 320 MiB with probabilities in forward, 832 MiB with gradients in backward
 # What a block takes for its launches, and for each key, whose gradients it adds to, in the time of scores: smaller
 # blocks skip more hidden pairs (docs/journal/2026-11-26-wide-heads.md).
 BLOCK_COST, KEY_COST = 3 * 2**20, 160
@@ -58,7 +58,7 @@ class Block(NamedTuple):
 class Sizes(NamedTuple):
     """The sizes of a call, and the units of its blocks: positions, and keys that a sum adds at once."""
 
-    heads: int  # of the keys of all sequences
+    heads: int  # key heads of all sequences
     group: int  # query heads that share a key head
     seqlen: int
     keys: int
@@ -76,7 +76,7 @@ class Sizes(NamedTuple):
 
     @property
     def row_chunk(self) -> int:
-        """Rows that a sum adds at once, of which blocks have whole numbers unless they have all."""
+        """Rows that a sum adds at once. Blocks have multiples of it, unless they have all rows."""
         return min(self.positions * self.group, round_up(self.rows, UNIT))
 
     def visible(self, start: int, stop: int) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 import functools
 import importlib.util
 import os
-from typing import Any
 
 import torch
 
@@ -77,13 +76,6 @@ def candidates(problem: Problem, device: Device, needs: Needs | None) -> list[Ca
         tiles = (x for x in candidates.backward(problem, device) if x.one_loop is None or not needs.alibi_slopes)
         ways = [(tile, 1, cost.backward(problem, device, tile)) for tile in tiles]
     return ranked(ways, rates_of(device))
-
-
-def tiles(plan: Plan, call: Call, needs: Needs | None) -> dict[str, Any]:
-    """The tiles of the kernels that a call runs in forward or, with `needs`, in backward, by name."""
-    from .launch import called
-
-    return called.tiles(plan.tile, call, needs)
 
 
 def unsplit(plan: Plan, call: Call) -> str | None:

@@ -10,7 +10,7 @@ class KernelConfig(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
-    precision: str = "ieee"  # of float32 products (`Constants.PRECISION`)
+    precision: str = "ieee"  # precision of float32 products (`Constants.PRECISION`)
     mma: bool = False  # it is one of `kernels.mma`
     bias_once: bool = False  # a bias's gradient loads its tile of the bias once, into registers
 
@@ -35,9 +35,9 @@ class FusedConfig(NamedTuple):
 class TileConfig(NamedTuple):
     """The kernels' configurations for one problem. Forward packs `pack_gqa` query heads of a group into one tile, and
     `fused` is one kernel for all gradients, where rows or keys are few; `one_loop` is one for
-    dq, dk and dv of any lengths. `dbias` is that of dq unless it is given.
-    `given_splits` is that of forward in a call with `num_splits`, unless they are the same. `products` and
-    `products_backward` say who multiplies, if it is not these kernels (`host_products`).
+    dq, dk and dv of any lengths. `dbias` is dq's tile unless it is given. `given_splits` is forward's tile where the
+    caller fixes `num_splits`. `products` and `products_backward` name who multiplies where PyTorch does
+    (`launch.products`).
     """
 
     forward: KernelConfig

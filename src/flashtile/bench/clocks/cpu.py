@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from . import Run
+from .clock import Run
 
 COMMON_CACHE = 32 * 2**20
-IDLE_SECONDS = 1e-3  # of processor time that a process may take in a rest
+IDLE_SECONDS = 1e-3  # processor time that a process may take in a rest
 LONGEST_REST = 1.0  # seconds
 
 
@@ -33,7 +33,7 @@ class CpuClock:
             torch.accelerator.synchronize(self.device)
 
     def rest(self, seconds: float) -> None:
-        """Sleep until the process is idle. The threads of a pool spin after a call, those of ONNX Runtime for 40 ms,
+        """Sleep until the process is idle. The threads of a pool spin after a call, ONNX Runtime's for 40 ms,
         and would share their cores with the threads of the next library.
         """
         end = time.perf_counter() + LONGEST_REST

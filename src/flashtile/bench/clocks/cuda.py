@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from . import Run
+from .clock import Run
 
-CYCLES_PER_SECOND = 2.0e9  # of the SM clock, at most; the device is held up a little too long rather than too short
+CYCLES_PER_SECOND = 2.0e9  # the SM clock, at most; the device is held up a little too long rather than too short
 LONGEST_HOLD = 0.5  # seconds
 QUERIES = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
 

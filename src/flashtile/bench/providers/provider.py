@@ -11,7 +11,7 @@ from torch import Tensor
 from ...testing.case import Case
 
 FEATURES = ("softcap", "bias", "mask", "alibi_slopes", "sinks", "score_mod")
-FREE_PART = 0.5  # of the free memory that a provider may plan to fill
+FREE_PART = 0.5  # part of the free memory that a provider may plan to fill
 
 
 class Declined(Exception):  # noqa: N818  it is an answer, not an error

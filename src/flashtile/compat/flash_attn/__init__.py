@@ -1,6 +1,6 @@
 """The interface of FlashAttention-2, `import flash_attn`, computed by flashtile on any device.
 
-Names, order and defaults of arguments, shapes and results are those of version 2.8 (Dao, "FlashAttention-2", 2023).
+Names, order and defaults of arguments, shapes and results follow version 2.8 (Dao, "FlashAttention-2", 2023).
 """
 
 from ..installation import VERSION

@@ -47,7 +47,8 @@ def flash_attn_func(
         `Sq * Sk`. Without dropout it is empty.
 
     Raises:
-        ArgumentError: an argument is not what it should be; shapes in the message are those of `flashtile.attention`.
+        ArgumentError: an argument is not what it should be; shapes in the message are as `flashtile.attention` has
+            them.
     """
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     window = window_of(window_size, EXAMPLE)

@@ -51,7 +51,7 @@ def flash_attn_with_kvcache(
         num_splits: parts that the keys are split into; up to 0 lets the backend choose.
         return_softmax_lse: also return `softmax_lse`.
 
-    The other arguments are those of `flash_attn_func`.
+    The other arguments: as in `flash_attn_func`.
 
     Returns:
         `out [B, Sq, Hq, Dv]`; with `return_softmax_lse` also `softmax_lse [B, Hq, Sq]`, +inf for rows that see no key.

@@ -42,7 +42,7 @@ def flash_attn_varlen_func(
         max_seqlen_k: the same for keys.
         block_table: int32 or int64 `[B, max_pages]`, the pages of each sequence.
 
-    The other arguments are those of `flash_attn_func`.
+    The other arguments: as in `flash_attn_func`.
 
     Returns:
         `out [Tq, Hq, Dv]`; with `return_attn_probs` `(out, softmax_lse [Hq, Tq], S_dmask [B, Hq, max_seqlen_q,

@@ -1,6 +1,6 @@
 """FlashAttention-2's forward and backward passes by themselves, which rings of ranks and other libraries call.
 
-The names are private in `flash_attn`, and their arguments are those of version 2.8. Nothing is differentiable here:
+The names are private in `flash_attn`, and their arguments follow version 2.8. Nothing is differentiable here:
 whoever calls a pass saves its results for the other.
 """
 
@@ -118,7 +118,7 @@ def _flash_attn_backward(
     deterministic: bool,
     rng_state: Tensor | None = None,
 ) -> Tensor:
-    """The backward pass of `flash_attn_func`. Its gradients are written into those of `dq`, `dk`, `dv` that are given.
+    """The backward pass of `flash_attn_func`. Its gradients are written into `dq`, `dk` and `dv`, where they are given.
 
     `out` and `softmax_lse` may be those over more keys than k has, as in a ring of ranks.
 

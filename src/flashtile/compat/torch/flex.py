@@ -1,4 +1,4 @@
-"""PyTorch's `flex_attention`: its arguments as those of `flashtile.attention`."""
+"""PyTorch's `flex_attention`, as a call of `flashtile.attention`."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

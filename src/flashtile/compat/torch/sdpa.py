@@ -1,4 +1,4 @@
-"""PyTorch's `scaled_dot_product_attention`: its arguments as those of `flashtile.attention`."""
+"""PyTorch's `scaled_dot_product_attention`, as a call of `flashtile.attention`."""
 
 import math
 from typing import Any
@@ -31,7 +31,7 @@ def scaled_dot_product_attention(
     leading dimensions leave no such view.
 
     Args:
-        query: `[..., Hq, L, E]`, or `[L, E]`; any leading dimensions, which broadcast with those of key and value.
+        query: `[..., Hq, L, E]`, or `[L, E]`; any leading dimensions, which broadcast with key's and value's.
         key: `[..., Hkv, S, E]`.
         value: `[..., Hkv, S, Ev]`; one head broadcasts, as one of key does.
         attn_mask: broadcasts to `[..., Hq, L, S]`: bool, True is visible, or of q's dtype or float32, added to the
@@ -48,7 +48,7 @@ def scaled_dot_product_attention(
 
     Raises:
         ArgumentError: an argument is not what it should be; a `CausalBias` with `is_causal`, or to the lower right for
-            other lengths than those of the call; other heads without `enable_gqa`.
+            other lengths than the call's; other heads without `enable_gqa`.
     """
     causal: Causal = "top_left" if is_causal else False
     if isinstance(attn_mask, CausalBias):

@@ -12,7 +12,18 @@ from .intervals import MIRRORED, WRAPPING
 UNIFORM, ROW, KEY = 0, 1, 2  # the bits of a stage
 PAIR = ROW | KEY
 INPUT_STAGES = {"b": UNIFORM, "h": UNIFORM, "q_idx": ROW, "k_idx": KEY}
-EXACT = ("constant", "load", "cast", "where", "minimum", "maximum", "neg", "abs", "sign", "floor")  # of reals
+EXACT = (
+    "constant",
+    "load",
+    "cast",
+    "where",
+    "minimum",
+    "maximum",
+    "neg",
+    "abs",
+    "sign",
+    "floor",
+)  # for reals
 
 
 class Bound(NamedTuple):
@@ -75,7 +86,7 @@ def depends_on(formula: Formula, name: str) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def has_classes(formula: Formula) -> bool:
-    """Whether rows see keys of their own class alone, as those of a document: a condition of the conjunction compares
+    """Whether rows see keys of their own class alone, as in a document: a condition of the conjunction compares
     a number of the row with one of the key.
     """
     found = analysis(formula)

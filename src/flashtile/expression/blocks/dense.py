@@ -26,7 +26,7 @@ def mask_visibility(mask: Tensor, num_rows: int, num_keys: int, block_m: int, bl
 
 
 def coarser(states: Tensor, rows: int, keys: int) -> Tensor:
-    """The states of blocks of `rows` by `keys` such blocks each, of which the last ones may have fewer."""
+    """The states of blocks of `rows` by `keys` such blocks each; the last ones may have fewer."""
     low, high = bounds_of_blocks(bounds_of_blocks((states,), 3, keys), 2, rows)
     return torch.where(low == high, low, PARTIAL)
 
@@ -45,7 +45,7 @@ def as_words(mask: Tensor, block_n: int) -> Tensor:
 
 
 def bounds_of_blocks(x: tuple[Tensor, ...], dim: int, size: int) -> tuple[Tensor, Tensor]:
-    """The least and the largest element of each block along a dimension, of which the last may be shorter; `x` is one
+    """The least and the largest element of each block along a dimension; the last may be shorter; `x` is one
     tensor, or the least and the largest elements of blocks in another dimension.
     """
     length = x[0].shape[dim]

@@ -24,7 +24,7 @@ from .intervals import Interval
 from .loads import Index, load_interval
 
 HIDDEN, PARTIAL, FULL = 0, 1, 2
-Environment = dict[int, Interval | None]  # of instructions of pairs; `None` of a number that may be any
+Environment = dict[int, Interval | None]  # intervals of instructions of pairs; `None` for a number that may be any
 
 
 class Blocks(NamedTuple):
@@ -47,7 +47,7 @@ def positions(first: int, length: int, size: int, device: torch.device) -> Tenso
 @torch.no_grad()
 def block_visibility(formula: Formula, tensors: Sequence[Tensor], blocks: Blocks, real: torch.dtype) -> Tensor:
     """Whether each block is HIDDEN, PARTIAL or FULL, as uint8 `[B | 1, H | 1, blocks of rows, blocks of keys]`: one
-    entry for all sequences if the mask does not depend on `b`, and so for heads. `tensors` are those of its formula;
+    entry for all sequences if the mask does not depend on `b`, and so for heads. `tensors` are its formula's;
     `real` is the accumulation dtype.
     """
     visible = Evaluation(analysis(formula), tensors, blocks, real).result()
@@ -70,8 +70,8 @@ class Evaluation:
         rows, keys = blocks.rows.reshape(-1, 1), blocks.keys.reshape(-1)
         indices = (blocks.b[:, None, None, None], blocks.h[:, None, None], rows, keys)
         self.emitter = TorchEmitter((score, *indices), tensors, real)
-        self.values: dict[int, Tensor] = {}  # of instructions that are computed for every position
-        self.summaries: dict[int, Interval] = {}  # of those, in each block
+        self.values: dict[int, Tensor] = {}  # values of instructions that are computed for every position
+        self.summaries: dict[int, Interval] = {}  # their intervals in each block
 
     def result(self) -> Interval:
         """Whether the pairs of each block are visible, always and ever."""
@@ -184,7 +184,7 @@ class Evaluation:
         return load_interval(tensor, indices, torch.nan if x.kind == REAL else 0)
 
     def conjunction(self, x: Conjunction, known: Environment) -> Interval:
-        """A conjunction of conditions, some of which bound what the others read: only values within those bounds can
+        """A conjunction of conditions; some bound what the others read: only values within those bounds can
         make it true.
         """
         conditions = [self.condition(n, known) for n in x.conditions]

@@ -1,6 +1,6 @@
 """Intervals of integers, reals and truth values as tensors, for whole blocks of pairs at once.
 
-An interval has bounds of all values that an expression takes in a block; that of a truth value is whether it holds
+An interval has bounds of all values that an expression takes in a block; for a truth value, whether it holds
 always, and whether it ever does. Bounds of reals are NaN where a value may be.
 """
 

@@ -1,4 +1,4 @@
-"""The attention function of `"tile_attention"`: arguments and masks of transformers as those of flashtile."""
+"""The attention function of `"tile_attention"`: arguments and masks of transformers as flashtile's."""
 
 from typing import Any
 
@@ -57,7 +57,7 @@ def tile_attention(
         unused: what other implementations read; windows are in the mask.
 
     Returns:
-        `out [B, Sq, Hq, Dv]`, and `None` for the weights. Rows that see no key are 0, and so may be those of padding
+        `out [B, Sq, Hq, Dv]`, and `None` for the weights. Rows that see no key are 0, and so may be rows of padding
         tokens under a causal mask.
 
     Raises:
@@ -94,7 +94,7 @@ def tile_attention(
 
 
 def of_one_batch(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors with a batch of one expanded to that of the others."""
+    """The tensors with a batch of one expanded to the others' batch."""
     batch = max(x.shape[0] for x in tensors)
     return tuple(x.expand(batch, -1, -1, -1) if x.shape[0] == 1 else x for x in tensors)
 

@@ -61,7 +61,7 @@ def parents(path: str) -> list[str]:
 
 
 def calls_interface(layer: type[Any]) -> bool:
-    """Whether a method of a class names the AttentionInterface, but for those of all models."""
+    """Whether a method of a class names the AttentionInterface, but for methods of all models."""
     bases = [base for base in layer.__mro__ if base.__module__ != "transformers.modeling_utils"]
     codes = (getattr(function, "__code__", None) for base in bases for function in vars(base).values())
     return any(code is not None and INTERFACE in code.co_names for code in codes)

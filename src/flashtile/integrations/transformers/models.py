@@ -12,7 +12,7 @@ def takes_numbers(config: type[Any]) -> bool:
     """Whether models with a configuration of this class may take their masks for numbers to add to scores.
 
     Those that do not accept "sdpa" have been written for "eager" alone: they add the mask, or pad it with zeros for
-    visible keys. A class that no model names, such as that of a part, is taken for one of the models in its package.
+    visible keys. A class that no model names, such as a part's, is taken for one of the models in its package.
     """
     models = [model for model in subclasses(PreTrainedModel) if model.config_class is not None]
     named = [model for model in models if model.config_class is config]

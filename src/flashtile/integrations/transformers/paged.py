@@ -1,6 +1,6 @@
 """The attention function of continuous batching, `generate_batch`: packed queries over a cache of pages.
 
-The cache writes the new keys and hands back those of each sequence, one after another. The function asks for nothing
+The cache writes the new keys and hands back each sequence's keys, one after another. The function asks for nothing
 else of it, and so reads no page itself.
 """
 

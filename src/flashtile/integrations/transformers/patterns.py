@@ -16,7 +16,7 @@ class Pattern(NamedTuple):
 
     Attributes:
         left, right: key j is visible to query i iff `i - left <= j <= i + right`; `None` is unlimited.
-        chunk: positions `(j - begin[b]) // size` must be those of the query: `(size, begin [B])`.
+        chunk: positions `(j - begin[b]) // size` must equal the query's: `(size, begin [B])`.
         packed: `[B, S]`, numbers of sequences, which must be equal.
         padding: bool `[B, S]`; False hides a key.
     """

@@ -36,7 +36,7 @@ def segments_of(pattern: Pattern, batch: int, length: int, device: torch.device)
     visible key.
 
     A causal mask is one of self-attention, so padding is cut out of queries and keys, and its queries see no key. Other
-    masks may be those of cross-attention, where the query at the place of a padded key is a token as others: padding is
+    masks may belong to cross-attention, where the query at the place of a padded key is a token as others: padding is
     cut out of the keys alone.
     """
     causal = pattern.right == 0
@@ -71,7 +71,7 @@ def segments_of(pattern: Pattern, batch: int, length: int, device: torch.device)
 
 
 def begins_of(features: list[Tensor]) -> Tensor:
-    """Where one of the features `[B, S]` differs from that of the token before: int64 `[N]`, 0 first."""
+    """Where one of the features `[B, S]` differs from the token before: int64 `[N]`, 0 first."""
     tokens = torch.stack([x.flatten().long() for x in features])
     begins = (tokens.diff(dim=1) != 0).any(0).nonzero().flatten() + 1
     return torch.cat([begins.new_zeros(1), begins])

@@ -47,7 +47,7 @@ def backward(x: Sequence, f: Forward) -> dict[str, Sums]:
 
     seen = f.visible.mT  # [Hq, Sk, Sq]
     row_A = torch.cat([f.A[:, None, :].where(seen, 0.0), seen.new_zeros(len(loose), seen.shape[1], 1)], dim=2)
-    key_A = row_A.amax(2)  # of the rows that see the key, [Hq, Sk]
+    key_A = row_A.amax(2)  # largest of the rows that see the key, [Hq, Sk]
     sums["dq"] = pair_products(ds, f.k, f.visible, f.A, loose)
     sums["dk"] = group_sum(pair_products(ds.mT, x.q, seen, key_A, loose), x.group)
     if x.dout is None:

@@ -51,7 +51,7 @@ class Cache:
         keys = self.key_slots(b)
         length, new = len(keys), self.new_tokens(b)
         queries = self.query_tokens(b)
-        starts = self.given.get("rotary_start")  # of the first query and of the first new key
+        starts = self.given.get("rotary_start")  # positions of the first query and of the first new key
         start = None if starts is None else _of(starts, b)
         positions = torch.arange(len(queries)) + (length - len(queries) if start is None else start)
         if self.given.get("rotary_q_fixed"):
@@ -79,7 +79,7 @@ class Cache:
         return torch.arange(b * length, (b + 1) * length)
 
     def key_slots(self, b: int) -> Tensor:
-        """The slot of each key of sequence b, including those of this call."""
+        """The slot of each key of sequence b, with the keys of this call."""
         position = torch.arange(_of(self.given["cache_seqlens"], b) + len(self.new_tokens(b)))
         rows = self.given.get("cache_batch_idx")
         row = b if rows is None else int(rows[b])

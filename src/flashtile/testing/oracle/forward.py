@@ -20,7 +20,7 @@ class Forward:
 
     k: Tensor  # [Hq, Sk, D]
     v: Tensor  # [Hq, Sk, Dv]
-    tanh: Tensor | None  # of s / softcap, [Hq, Sq, Sk]
+    tanh: Tensor | None  # tanh of s / softcap, [Hq, Sq, Sk]
     distance: Tensor  # |i + Sk - Sq - j|, [Sq, Sk]
     modification: ScoreModification | None
     visible: Tensor  # bool [Hq, Sq, Sk]: visible and with a score above -inf
@@ -29,7 +29,7 @@ class Forward:
     lse: Tensor  # [Hq, Sq]
     A: Tensor  # [Hq, Sq]
     out: Sums  # [Hq, Sq, Dv]
-    slack: tuple[Tensor, Tensor] | None  # of out [Hq, Sq, Dv] and lse [Hq, Sq], from elements that round either way
+    slack: tuple[Tensor, Tensor] | None  # out [Hq, Sq, Dv], lse [Hq, Sq]; from elements that round either way
 
 
 def forward(x: Sequence) -> Forward:
@@ -85,10 +85,10 @@ def either_rounding(
     if x.q_either is None or x.k_either is None:
         return None
     k_either = x.k_either.repeat_interleave(x.group, 0)
-    change = abs(x.scale) * (x.q_either @ (k.abs() + k_either).mT + x.q.abs() @ k_either.mT)  # of a score, at most
+    change = abs(x.scale) * (x.q_either @ (k.abs() + k_either).mT + x.q.abs() @ k_either.mT)  # a score's, at most
     if modification is not None:
         change = change * modification.derivative.abs()
-    change = change.where(visible, 0.0).expm1()  # of exp(s), relative
+    change = change.where(visible, 0.0).expm1()  # change of exp(s), relative
     of_lse = (p * change).sum(2)
     of_out = visible_matmul(kept * (change + of_lse[:, :, None]), v.abs(), visible)
     return of_out, of_lse

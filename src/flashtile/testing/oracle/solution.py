@@ -28,7 +28,7 @@ GPU_SUMS = {"out": 16, "dq": 16, "dk": 16, "dv": 16, "lse": 256}
 class Expected:
     """One expected result with its error bound, in its own shape.
 
-    `R`, `C` and `A` are those of docs/contract.md, section "Numbers"; `sums` defines them. `A` counts all terms of a
+    `R`, `C` and `A` are as in docs/contract.md, section "Numbers"; `sums` defines them. `A` counts all terms of a
     score: scale * sum|q||k|, |bias|, |slope| * distance and the change by score_mod. Results that sum
     over rows (all gradients but dq) have the largest `A` among the rows that contribute to the element; a tensor of
     score_mod has the largest of the contributing sequences. lse has no R and C.
@@ -39,7 +39,7 @@ class Expected:
     """
 
     reference: Tensor  # float64
-    dtype: torch.dtype  # of the public function's result
+    dtype: torch.dtype  # dtype of the public function's result
     A: Tensor
     R: Tensor | None = None  # None for lse
     C: Tensor | None = None
@@ -69,7 +69,7 @@ class _Solution:
             if case.dtype != torch.float64 and self.given.get(name) is not None:
                 self.given[name] = self.given[name].float().double()  # no finer than the scores
         self.dense = self.given["q"].ndim == 4
-        self.most_rows = self.most_keys = 0  # of one sequence: terms of a key's sums, and of a row's
+        self.most_rows = self.most_keys = 0  # sizes of one sequence: terms of a key's sums, and of a row's
         self.on_matrix_units = case.arguments["q"].is_cuda and case.dtype.itemsize == 2
         self.paged = self.given.get("page_table") is not None
         self.score_tensors = tuple(_exact(t) for t in getattr(self.given.get("score_mod"), "tensors", ()))
@@ -195,7 +195,7 @@ class _Solution:
             total[q_rows] = part.transpose(0, 1)
         for name, block in (backward(sequence, results) if self.case.differentiates else {}).items():
             if name not in self.sums:
-                continue  # of what is constant
+                continue  # constants have no gradient
             if name in ("dq", "dk", "dv"):
                 self.sums[name].add_rows(k_rows if name in ("dk", "dv") else q_rows, block)
             elif name == "dbias":

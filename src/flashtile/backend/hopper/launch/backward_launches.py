@@ -42,7 +42,7 @@ class Rows(NamedTuple):
 
     out: Tensor
     lse: Tensor
-    residual: Tensor | None  # of lse
+    residual: Tensor | None  # residual of lse
     dlse: Tensor | None
 
 
@@ -66,7 +66,7 @@ class BlockCounts(NamedTuple):
 
 
 class BackwardLaunches:
-    """Recorded launches of one backward pass. `config` is that of the kernel for dk and dv."""
+    """Recorded launches of one backward pass. `config` is for the kernel of dk and dv."""
 
     def __init__(
         self, recorder: Recorder, config: FusedBackwardConfig | DkdvConfig, call: Call, t: Tensors, dout: Tensor

@@ -21,9 +21,9 @@ from .descriptors import dense_descriptor
 
 # Pairs for each element of a bias from which a copy with aligned rows takes less time than it saves.
 FORWARD_SHARE, BACKWARD_SHARE = 2, 1
-FEW_TILES = 2 * 132  # of a warpgroup's rows: two for each core
+FEW_TILES = 2 * 132  # tiles of a warpgroup's rows: two for each core
 ALIGN_ROWS = Kernel(f"{KERNELS}.align_rows", "align_rows_kernel")
-COPIED_ROWS, COPIED_WORDS = 16, 128  # of a program
+COPIED_ROWS, COPIED_WORDS = 16, 128  # a program's part
 UNITS = {1: torch.int16, 2: torch.int32, 4: torch.int64}  # words by their elements
 
 
@@ -76,7 +76,7 @@ def in_words(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def forward_tiles(call: Call, config: ForwardConfig) -> tuple[ForwardConfig, dict[str, Any]]:
     """The configuration and the pointer for a bias in tiles of a warpgroup's rows and a block of keys. Their memory is
-    that of stages of keys and values.
+    taken from stages of keys and values.
     """
     config, bias = with_room(call, config), call.tensors.bias
     stages = FORWARD_BIAS_STAGES.get((config.num_warpgroups, config.head_dim.width))
@@ -124,8 +124,8 @@ def fits(call: Call) -> bool:
 
 
 def takes_tiles(call: Call) -> bool:
-    """Whether a bias has tiles: numbers of 16 bits for each row and key. With a softcap, a score_mod or the code of a
-    mask function, scores are computed where tiles are no longer there.
+    """Whether TMA loads the bias by tiles: 16-bit and not broadcast. With a softcap, a score_mod or the code of a mask
+    function, scores are computed where tiles are no longer there.
     """
     bias, settings = call.tensors.bias, call.settings
     mask_code = settings.mask_mod is not None and not has_pair_bits(call)

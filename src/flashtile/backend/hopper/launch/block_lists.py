@@ -1,6 +1,6 @@
 """Lists of the blocks that a mask shows (`kernels.shared.block_lists`), made on the device, without reading a value on
 the host: in one or two launches. The states of blocks of a mask that is a tensor take one more, which reads it once;
-torch operations make those of a function that reads an element for each pair.
+torch operations make the lists of a function that reads an element for each pair.
 """
 
 from functools import partial
@@ -26,12 +26,12 @@ from .formulas import NO_INPUTS, DeviceFunction, launch_with, summaries_function
 from .pair_bits import EntryQueue, broadcast_strides, pair_bits
 from .semaphores import take_entry_queue_semaphore
 
-POSITIONS = 8192  # of keys that a program looks at together
+POSITIONS = 8192  # positions of keys that a program looks at together
 LONG = 8192  # keys from which they are summarized once for all rows, in a launch of its own
-SUMMARIZED = 1024  # of keys, of a program for summaries
+SUMMARIZED = 1024  # keys of a program for summaries
 MOST_BLOCKS, BLOCKS_OF_THREAD = 1024, 4  # with summaries
 POSITIONS_OF_THREAD = 8  # with a mask function: straight code of more waits for its instructions
-BLOCKS_AT_ONCE = 8  # of keys, in a program that reads a mask
+BLOCKS_AT_ONCE = 8  # blocks of keys, in a program that reads a mask
 NO_POINTERS = {"lists": None, "mask_bits": None}
 NO_LISTS = dict.fromkeys(("stride_lists_b", "stride_lists_h", "stride_lists_tile"))
 MASK_STATES = Kernel(f"{KERNELS}.visible_blocks", "mask_states_kernel")

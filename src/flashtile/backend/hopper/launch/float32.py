@@ -110,6 +110,6 @@ def sizes_of(x: Tensor) -> tuple[int, int, int]:
 
 
 def new_parts(x: Tensor, head_dim: HeadDim) -> Tensor:
-    """Memory for the parts of rows, of which those of a head follow each other."""
+    """Memory for the parts of rows; a head's parts follow each other."""
     parts = x.new_empty((*sizes_of(x), head_dim.parts * head_dim.width), dtype=torch.bfloat16)
     return parts[0].transpose(0, 1) if x.dim() == 3 else parts

@@ -1,4 +1,4 @@
-"""The backward pass of float32: that of two kernels, which read rows in bfloat16 parts."""
+"""The backward pass of float32: two kernels, which read rows in bfloat16 parts."""
 
 from torch import Tensor
 

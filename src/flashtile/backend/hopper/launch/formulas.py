@@ -51,10 +51,10 @@ class ScoreModFunctions:
     keys: Any = field(compare=False, repr=False)
     pairs: Any = field(compare=False, repr=False)
     reach: int | None = field(repr=False)  # the distance from which `before` and `after` hold
-    factor: Any = field(default=None, compare=False, repr=False)  # of a formula that is the score times a number
+    factor: Any = field(default=None, compare=False, repr=False)  # for a formula that is the score times a number
     before: Any = field(default=None, compare=False, repr=False)
     after: Any = field(default=None, compare=False, repr=False)
-    unmasked: Any = field(default=None, compare=False, repr=False)  # of a mask: `pairs` where all are visible
+    unmasked: Any = field(default=None, compare=False, repr=False)  # for a mask: `pairs` where all are visible
 
     def __repr__(self) -> str:
         """Key of the sources and of all that they call, for Triton's disk cache."""
@@ -140,7 +140,7 @@ def pair_function(formula: Formula, wide: bool) -> DeviceFunction:
 
 
 def formulas_of(call: Call) -> tuple[Formula | None, Formula | None]:
-    """The formulas of a call's score_mod, which is that of the score where there is a mask function alone, and of its
+    """The formulas of a call's score_mod, which is the score itself where there is a mask function alone, and of its
     mask function.
     """
     formula, mask = score_formula(call), mask_formula(call)

@@ -37,7 +37,7 @@ class ForwardResults(NamedTuple):
 
     out: Tensor
     lse: Tensor
-    residual: Tensor | None  # of lse (`Call.keeps_residual`)
+    residual: Tensor | None  # residual of lse (`Call.keeps_residual`)
 
 
 def forward_config(plan: Plan, call: Call) -> ForwardConfig | Float32Forward:
@@ -50,7 +50,7 @@ def forward_config(plan: Plan, call: Call) -> ForwardConfig | Float32Forward:
 
 
 def called_forward(plan: Plan, call: Call) -> ForwardConfig | Float32Forward:
-    """The configuration of the kernel that a call runs, where it is not that of its plan, which has several calls."""
+    """The configuration that a call runs. A plan serves a bucket of calls, and its own may differ."""
     config, recorder = forward_config(plan, call), Recorder(call.inputs, keep=False)
     if config.kind == "float32":
         return config.with_parts(float32.num_parts())

@@ -17,14 +17,14 @@ from . import KERNELS
 from .formulas import NO_INPUTS, launch_with, pair_function
 from .semaphores import return_entry_queue_semaphore
 
-WORDS = 4  # of a line and a block
+WORDS = 4  # words of a line and a block
 PROGRAMS_PER_CORE = 8
 PAIR_BITS = Kernel(f"{KERNELS}.pair_bits", "pair_bits_kernel")
 NO_STRIDES = dict.fromkeys(("stride_mask_b", "stride_mask_m", "stride_mask_n"))
 
 
 class EntryQueue(NamedTuple):
-    """A queue of entries of lists, which kernels of lists fill and that of bits empties."""
+    """Work queue of partly visible blocks: the kernels of lists fill it, the kernel of bits drains it."""
 
     queue: Tensor  # int64: the entry, times 2**32, and its place in lists
     queue_size: Tensor  # `semaphores.take_entry_queue_semaphore`

@@ -27,7 +27,7 @@ def tile_count_semaphore(device: torch.device, packed: bool) -> Tensor:
 
 
 def take_entry_queue_semaphore(device: torch.device) -> Tensor:
-    """The number of entries in a queue, and that of programs which are done with it (`kernels.pair_bits`).
+    """The numbers of entries in a queue and of programs that are done with it (`kernels.pair_bits`).
 
     One kernel fills a queue and another one empties it. Between their launches another thread may launch kernels on the
     same stream, and an error may end the call. So a call has the semaphore alone until it returns it.

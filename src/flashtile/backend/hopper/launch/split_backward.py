@@ -1,6 +1,6 @@
 """Launches of the split backward pass for head dimensions over 128: one kernel for dq, one for dk and dv.
 
-The second one is the dependent of the first: its programs begin where those of the first are done, so that the cores
+The second one is the dependent of the first: its programs begin where the first one's are done, so that the cores
 that the last wave of the first leaves idle have work. Its blocks are half as long, and leave fewer idle at its own end.
 """
 

@@ -31,7 +31,7 @@ from .widths import ONE_BOX, widths
 NEWEST_3WG = (3, 7)  # version of Triton; with later ones, three warpgroups spill at 80 and 96 features
 NEWEST_LATE_DQ = (3, 6)  # version of Triton; with 3.9, adding dq late spills 192 bytes at 128 features, not 72
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-MAX_CHUNK_ROWS = 2**16  # of a launch, in which programs stay close enough to each other to share the L2 cache
+MAX_CHUNK_ROWS = 2**16  # rows of a launch, whose programs stay close enough to share the L2 cache
 MAX_DQ_PARTS = 16  # accumulators of dq
 L2_BYTES = (16 * 2**20, 40 * 2**20)  # that heads which take turns may take of the L2 cache
 DQ_LENGTH = 256  # rows and keys from which warpgroups add dq to zeros
@@ -73,7 +73,7 @@ def divided(config: ForwardConfig, problem: Problem, device: Device) -> Iterator
 
 
 def is_divisible(problem: Problem) -> bool:
-    """Whether a head's rows may be a call of their own, and the last tiles are those of the last head."""
+    """Whether a head's rows may be a call of their own, and the last tiles belong to the last head."""
     p = problem
     return p.layout == "dense" and p.window.unlimited and is_plain(p) and p.num_heads_q == p.num_heads_kv
 

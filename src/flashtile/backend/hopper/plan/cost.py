@@ -17,7 +17,7 @@ from ..tile_config import (
 from .listed import expects_lists
 
 SECTOR, LINE = 32, 128  # bytes of the L2 cache
-IDLE = 0.5  # of a step, besides the share of warpgroups that have rows
+IDLE = 0.5  # part of a step, besides the share of warpgroups that have rows
 
 
 def forward(problem: Problem, device: Device, config: ForwardConfig | Float32Forward, splits: int = 1) -> Cost:

@@ -13,7 +13,7 @@ from ..tile_config import (
     TileConfig,
 )
 
-PARTS, PARTS_IF_TF32 = 3, 2  # of a number; fewer where PyTorch allows TF32, which has 11 bits: two have 16
+PARTS, PARTS_IF_TF32 = 3, 2  # parts of a number; fewer where PyTorch allows TF32, which has 11 bits: two have 16
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from ....call.problem import Problem
 from ....expression import Formula
 from ....expression.blocks import depends_on
 
-LEAST_PAIRS = 2**24  # of a call: computing fewer takes about as long as their lists
-LEAST_MASK_PAIRS = 2**26  # of a call with a mask that is a tensor, which takes one launch more
+LEAST_PAIRS = 2**24  # pairs of a call: computing fewer takes about as long as their lists
+LEAST_MASK_PAIRS = 2**26  # pairs of a call with a mask that is a tensor, which takes one launch more
 MOST_PAIRS = 2**41  # offsets in lists have 32 bits
-MOST_BITS = 2**30  # of the mask's pairs: 128 MiB
+MOST_BITS = 2**30  # bits of the mask's pairs: 128 MiB
 
 
 class Masked(NamedTuple):

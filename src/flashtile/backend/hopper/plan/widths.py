@@ -4,11 +4,11 @@ import torch
 
 from ....call.problem import Problem
 
-WIDTHS = (  # of the kernels, for (q and k, v)
+WIDTHS = (  # widths of the kernels, for (q and k, v)
     (32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (160, 160), (192, 192), (256, 256),
 )  # fmt: skip
 
-FLOAT32 = WIDTHS[1:5]  # of float32
+FLOAT32 = WIDTHS[1:5]  # widths of float32
 FUSED = WIDTHS[:5]  # with one backward kernel
 ONE_BOX = WIDTHS[:2]  # where exponentials take longer than products, and three warpgroups are fast with every Triton
 

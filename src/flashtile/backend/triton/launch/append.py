@@ -51,7 +51,7 @@ def append_and_rotate(recorder: Recorder, call: Call, cache: CacheTensors, rotar
 
 
 def append_scalars(call: Call, given: Mapping[str, Tensor | None], rotary: RotarySettings) -> dict[str, Any]:
-    """The scalars of `append_kernel`. Keys and values of `call` are pages, also those of a dense cache."""
+    """The scalars of `append_kernel`. Keys and values of `call` are pages, also in a dense cache."""
     t = call.tensors
     packed = t.cu_seqlens_q is not None
     q, table, cos, sin, new_k = given["q"], given["page_table"], given["cos"], given["sin"], given["new_k"]

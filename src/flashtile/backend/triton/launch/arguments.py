@@ -309,7 +309,7 @@ def bias_shape(call: Call) -> tuple[int, int, int, int]:
 
 
 def precision(dtype: torch.dtype, config: KernelConfig) -> str:
-    """Precision of float32 products: one TF32 product where PyTorch's setting allows it, else that of the configuration
+    """Precision of float32 products: one TF32 product where PyTorch's setting allows it, else the configuration's
     (docs/design/exactness.md).
     """
     if dtype is not torch.float32:

@@ -33,7 +33,7 @@ class Rows(NamedTuple):
 
     out: Tensor
     lse: Tensor
-    residual: Tensor | None  # of lse
+    residual: Tensor | None  # residual of lse
     dlse: Tensor | None
 
 
@@ -54,7 +54,7 @@ class BackwardLaunches:
         return given | args.row_stats_strides(self.row_stats), align
 
     def row_inputs(self, *results: Tensor, config: KernelConfig | None = None) -> tuple[dict[str, Any], int]:
-        """As `inputs`, without those of the statistics of rows."""
+        """As `inputs`, without the statistics of rows."""
         q, k, v, dout = self.rows(config)
         align = args.alignment([q, k, v, dout, *results])
         given = args.shared_scalars(self.call, q, k, v, align)

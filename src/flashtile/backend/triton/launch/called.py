@@ -1,4 +1,4 @@
-"""The tiles of a call, of those in its plan, which is for several calls and for each precision that PyTorch allows."""
+"""Pick a call's tiles from its plan, which serves a bucket of calls, by the precision of float32 and `num_splits`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,8 +29,8 @@ def multiplies(tile: TileConfig, needs: Needs) -> bool:
 
 
 def is_fused(config: FusedConfig, call: Call, needs: Needs, rows: Sequence[Tensor]) -> bool:
-    """Whether one kernel makes all gradients: those of q, k and v, and none that needs statistics of rows; that of a
-    bias where a head is one tile. Within a block, its offsets into `rows` have 32 bits, and with dropout its blocks of
+    """Whether one kernel makes all gradients: dq, dk and dv, none that needs statistics of rows, and a bias' gradient
+    where a head is one tile. Within a block, its offsets into `rows` have 32 bits, and with dropout its blocks of
     keys begin where eight keys share random bits.
     """
     settings = call.settings

@@ -72,7 +72,7 @@ def partials(launches: BackwardLaunches, config: FusedConfig) -> dict[str, Tenso
 
 
 def slopes_of_splits(config: FusedConfig, lse: Tensor) -> Tensor:
-    """The parts of rows in the gradients of slopes: those of each split of a walk over keys, one after another."""
+    """The parts of rows in the gradients of slopes, for each split of a walk over keys, one after another."""
     *heads, rows = lse.shape
     return lse.new_empty((*heads, rows * (config.splits if config.walk == "keys" else 1)))
 

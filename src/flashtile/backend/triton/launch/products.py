@@ -2,7 +2,7 @@
 (`kernels.between_products`). Scores of a block of heads, rows and visible keys are in memory at a time
 (`score_blocks`).
 
-Products are those of float32 in bfloat16 parts (`split_products`), or of the inputs as they are
+Products are of float32 in bfloat16 parts (`split_products`), or of the inputs as they are
 (`unsplit_products`): 16-bit ones, and float32 where one TF32 product is allowed.
 """
 
@@ -79,7 +79,7 @@ def launch_forward(recorder: Recorder, call: Call) -> Results:
 def launch_backward(
     launches: "BackwardLaunches", needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of q, k and v that are needed, and each row's part of that of its slope."""
+    """The gradients of q, k and v that are needed, and each row's part of its slope's gradient."""
     recorder, call = launches.recorder, launches.call
     t, heads, scale = call.tensors, call.tensors.k.shape[1], call.settings.scale
     by = products(t.q.dtype)

@@ -21,15 +21,15 @@ from .families import MIN_COPY_BYTES, has_most, has_pairs, has_room, misaligned,
 Table = tuple[tuple[int, KernelConfig], ...]  # tiles by the most features of their kernels
 SPLITS = (1, 2, 4, 8, 16, 32, 64)  # constants of the kernels, each with kernels of its own
 ALIGNED = 16  # bytes of one asynchronous copy
-BY_PYTORCH = {False: "PyTorch's", True: "PyTorch's, of bfloat16 parts"}  # of float32
-KEYS_TIMES_WIDTH, FEW = 8192, 16  # of a tile that decodes; rows above which products take time too
+BY_PYTORCH = {False: "PyTorch's", True: "PyTorch's, of bfloat16 parts"}  # float32's products
+KEYS_TIMES_WIDTH, FEW = 8192, 16  # size of a tile that decodes; rows above which products take time too
 WIDE_FLOAT32, WIDE_HALF = 128, 256  # head dimensions above which tiles are too small to be fast
-MOST_KEYS = 2**16  # of a row of products, which one program reads
-PAIRS_BYTES = 4096  # of shared memory beside rows and probabilities, for a feature of few rows
+MOST_KEYS = 2**16  # keys of a row of products, which one program reads
+PAIRS_BYTES = 4096  # shared memory beside rows and probabilities, for a feature of few rows
 SHORT = 64  # rows and keys of a sequence that is one small tile
 MOST_WITH_FEATURES = 64  # rows or keys of a block; a feature of each pair makes larger ones spill
-SHORT_PAIRS, INTERPRETER_PAIRS = 64 * 128, 16 * 16  # of a tile that is a whole sequence in backward
-SHORT_LENGTH = 128  # of its rows and of its keys: longer and narrower ones spill 1 to 4 KB a thread
+SHORT_PAIRS, INTERPRETER_PAIRS = 64 * 128, 16 * 16  # pairs of a tile that is a whole sequence in backward
+SHORT_LENGTH = 128  # its rows and keys: longer and narrower ones spill 1 to 4 KB a thread
 
 
 def forward(problem: Problem, device: Device) -> Iterator[tuple[TileConfig, int]]:
@@ -208,7 +208,7 @@ def one_tile(problem: Problem, device: Device) -> list[FusedConfig]:
     stages = 1 if block_m * block_n <= 32 * 32 or not has_most(p.dtype, device) else 2
     tiles = [KernelConfig(block_m, block_n, 4, stages)]
     if width > 64 and block_m * block_n > 32 * 32:
-        tiles.append(KernelConfig(block_m, block_n, 8, 1))  # of a core alone, more warps are quicker
+        tiles.append(KernelConfig(block_m, block_n, 8, 1))  # on a core alone, more warps are quicker
     return [FusedConfig(tile) for tile in tiles]
 
 

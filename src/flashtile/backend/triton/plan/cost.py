@@ -11,8 +11,8 @@ from ...gpu.cost import Cost, Counts, add_work, of_group, rows_bytes, shared, sh
 from ...gpu.waves import Head, Tile, busiest
 from ..tile_config import FusedConfig, KernelConfig, TileConfig
 
-REGISTERS = 2**16  # of a core
-OWN_REGISTERS, MOST_REGISTERS = 40, 255  # of a thread, for addresses and the like, and in all
+REGISTERS = 2**16  # registers of a core
+OWN_REGISTERS, MOST_REGISTERS = 40, 255  # registers of a thread, for addresses and the like, and in all
 STATISTICS = 8  # 16-bit words of each row
 PARTS = 6  # products of bfloat16 numbers for one of float32
 

@@ -7,14 +7,14 @@ from ....call.problem import Problem
 from ....expression.formula import Formula, loads_pairs
 from ...gpu.chips import MMA_SYNC, memory_of
 
-MOST_SHARED_MEMORY = 227  # of the chips whose configurations we measured
+MOST_SHARED_MEMORY = 227  # KB of the chips whose configurations we measured
 ROOM = 163  # KiB for several blocks of keys
-MIN_COPY_BYTES, MOST_COPY_BYTES = 4, 16  # of an asynchronous copy
+MIN_COPY_BYTES, MOST_COPY_BYTES = 4, 16  # bytes of an asynchronous copy
 MOST_MMA = 256  # features of `kernels.mma`
 
 
 def has_most(dtype: torch.dtype, device: Device) -> bool:
-    """Whether the configurations are those of chips with the most shared memory, one of which we measured."""
+    """Whether the configurations are for chips with the most shared memory; we measured one."""
     return dtype is not torch.float32 and memory_of(device) >= MOST_SHARED_MEMORY
 
 

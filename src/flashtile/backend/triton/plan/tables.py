@@ -15,7 +15,7 @@ class Walk(NamedTuple):
     num_warps: int
     num_stages: int
     width: int
-    longest: int = LONGEST  # of the side that is walked over; longer ones were not measured
+    longest: int = LONGEST  # length of the side that is walked over; longer ones were not measured
 
 
 HALF = {  # float16 and bfloat16, by shared memory in KiB
@@ -47,7 +47,7 @@ SINGLE = {  # float32; exact products have no matrix units, so registers bound t
     ),
 }
 LARGE = KernelConfig(128, 64, 8, 1, precision="tf32x3")  # forward and dq: one program fills the registers of a core
-SINGLE_TF32X3 = (  # of Hopper; wider tiles of float32 have no registers for compensated sums
+SINGLE_TF32X3 = (  # Hopper's; wider tiles of float32 have no registers for compensated sums
     WidthConfigs(64, LARGE, KernelConfig(32, 32, 4, 1, precision="tf32x3"), LARGE),
     WidthConfigs(
         128,
@@ -89,7 +89,7 @@ MMA_ONE_LOOP = tuple(
 # Of rows that were split ahead into bfloat16 parts, up to 64 features.
 SPLIT_DKDV = KernelConfig(64, 64, 4, 1, precision="bf16x6")
 SPLIT_DQ = (KernelConfig(128, 64, 8, 2, precision="bf16x6"), KernelConfig(64, 64, 4, 1, precision="bf16x6"))
-TF32_DKDV = KernelConfig(64, 32, 4, 1, precision="tf32x3")  # of one product
+TF32_DKDV = KernelConfig(64, 32, 4, 1, precision="tf32x3")  # for one product
 BIASED = WidthConfigs(  # calls of 16-bit numbers with a bias for each pair
     32, KernelConfig(64, 64, 4, 3), KernelConfig(32, 128, 4, 3), KernelConfig(128, 32, 4, 3)
 )

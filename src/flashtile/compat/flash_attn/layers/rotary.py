@@ -81,7 +81,7 @@ def apply_rotary_emb_qkv_(
     Args:
         qkv: queries, keys and values in one tensor.
         cos, sin: tables of `apply_rotary_emb`.
-        cos_k, sin_k: tables for k; those of q if `None`.
+        cos_k, sin_k: tables for k; q's if `None`.
         interleaved: as in `apply_rotary_emb`.
         seqlen_offsets: as in `apply_rotary_emb`.
         num_heads_q: query heads, for four dimensions.
@@ -118,7 +118,7 @@ class RotaryEmbedding(torch.nn.Module):
     et al., "A length-extrapolatable transformer", 2022): queries are multiplied by `decay ** (position / scale_base)`
     and keys divided by it, up to a factor of both.
 
-    The names of buffers and tables are those of `flash_attn`, for subclasses and models that read them.
+    Buffers and tables are named as in `flash_attn`, for subclasses and models that read them.
     """
 
     inv_freq: Tensor
@@ -132,7 +132,7 @@ class RotaryEmbedding(torch.nn.Module):
         scale_base: float | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        """`dim` are the features that are rotated, at most those of a head. `interleaved` is that of
+        """`dim` are the features that are rotated, at most a head's. `interleaved` is as in
         `apply_rotary_emb`; `scale_base` is a number of positions, usually 512.
         """
         super().__init__()

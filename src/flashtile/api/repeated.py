@@ -1,9 +1,8 @@
 """Skip normalization for a public call with the same arguments as an earlier one, and tensors of the same layouts.
 
-`fast_path` looks a call up by its normalized arguments; this module by the arguments as the caller passed them. Scalars
-are compared by value and type, tensors by one guard of compiled programs, in C: type, shape, strides, dtype, device,
-`requires_grad` and dispatch keys, which include autocast, traces and transforms. A call is repeated only if all its
-tensors are arguments: a drawn seed or a cast tensor rules it out.
+Scalars are compared by value and type, tensors by one guard of compiled programs, in C: type, shape, strides, dtype,
+device, `requires_grad` and dispatch keys, which include autocast, traces and transforms. `sources` makes the inputs
+that are no arguments.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -21,26 +20,22 @@ from ..call.call import Call, Tensors, differentiable_positions, split_row_stats
 from ..call.check_cache import check_writable
 from ..call.eager import is_observed_without_key
 from ..call.memory import Layouts
-from ..call.window import ExactWindow
 from ..call.written import mark_written
+from ..dispatch import autograd, fast_path, forking, operators
 from ..dynamo import untraced
-from ..remember import remember
-from . import autograd, fast_path, forking, operators
+from .out import filled
+from .sources import Sources, sources_of
 
-MOST_KEYS = 2048
 MOST_OF_A_KEY = 16
-SCALARS = (type(None), bool, int, float, str)
-NAMED = Tensors._fields.index("score_mod_tensors")  # fields of one tensor
-NAMED_WITH_CACHE = NAMED + len(CacheTensors._fields)
+NAMED = len(Tensors._fields) - 1  # fields of one tensor
+NUM_CACHE = len(CacheTensors._fields)
 CACHES = itemgetter(*(NAMED + CacheTensors._fields.index(name) for name in ("k_cache", "v_cache")))
 APPENDED = NAMED + CacheTensors._fields.index("k"), NAMED + CacheTensors._fields.index("v")
-POSITIONS = differentiable_positions(NAMED)
 
 
 class Gradients(NamedTuple):
-    """The recorded backward passes of a call for some of its gradients; what picks the tensors whose layouts count
-    from all that backward gets; and what picks the gradients of the call's tensors from all gradients. In front of
-    these is a `None`, with which the result begins.
+    """The recorded backward passes of a call for some of its gradients. `present` picks the guarded tensors from all
+    that backward gets, `requested` the gradients in autograd's order, after a `None` for the call itself.
     """
 
     passes: list[fast_path.Pass]
@@ -49,57 +44,76 @@ class Gradients(NamedTuple):
 
 
 class Repeated:
-    """A recorded call and its guard. `tensors` picks them from the arguments, in the order of the call's inputs, and
-    `flat` makes the inputs of them.
+    """A recorded call and its guard. `tensors` picks the arguments that are tensors; the call's inputs are in the
+    columns that `sources` describes, and `flat` puts them in order.
     """
 
     __slots__ = (
-        "appends", "autocast", "backward", "backward_flat", "deterministic", "entry", "flat", "grad_mode", "guard",
-        "places", "process_state", "recording", "requires_grad", "return_lse", "rotary", "scalars", "settings",
-        "state", "tensors",
+        "appends", "autocast", "backward", "backward_flat", "deterministic", "entry", "flat", "function", "grad_mode",
+        "guard", "places", "positions", "process_state", "recording", "requires_grad", "return_lse", "rotary", "same",
+        "scalars", "settings", "sources", "state", "tensors", "unique",
     )  # fmt: skip
 
-    def __init__(self, call: Call, values: Sequence[Any], indices: dict[int, int], *, return_lse: bool):
-        """`indices` has the index in `values`, the arguments, of each tensor by its place in the call's inputs."""
-        self.settings, self.entry, self.return_lse = call.settings, call.entry, return_lse
-        self.rotary, self.appends = (call.rotary if isinstance(call, CacheCall) else None), APPENDED[0] in indices
-        self.scalars = [(n, x) for n, x in enumerate(values) if n not in indices.values()]
-        used = [*dict.fromkeys(indices.values())]  # a cache is two inputs
-        self.tensors = itemgetter(*used)
-        self.places = tuple(indices)
-        orders = {place: used.index(n) for place, n in indices.items()}
-        flat = [orders.get(n, len(used)) for n in range(num_inputs(call))]
-        self.flat = itemgetter(*flat)  # of (*tensors, None)
-        self.backward_flat = itemgetter(*flat, *range(len(used) + 1, len(used) + 6))  # of (*tensors, None, *rows, kept)
-        tensors = self.tensors(values)
-        self.guard, self.process_state = Layouts(tensors), fast_path.process_state(tensors[0])
+    def __init__(self, function: str, call: Call, values: Sequence[Any], sources: Sources, *, return_lse: bool):
+        self.function, self.settings, self.entry, self.return_lse = function, call.settings, call.entry, return_lse
+        self.sources = None if sources.only_arguments else sources
+        self.rotary = call.rotary if isinstance(call, CacheCall) else None
+        self.appends = self.rotary is not None and call.inputs[APPENDED[0]] is not None
+        self.scalars = [(n, values[n]) for n in sources.scalars]
+        self.tensors, self.places = itemgetter(*sources.arguments), sources.places
+        absent = len(sources.places)
+        flat = [absent if n is None else n for n in sources.columns]
+        self.flat = itemgetter(*flat)  # picks from (*columns, None)
+        self.backward_flat = itemgetter(*flat, *range(absent + 1, absent + 6))  # and rows and kept behind them
+        self.positions = differentiable_positions(len(flat))
+        tensors = sources.captured(values, self.tensors(values))
+        assert tensors is not None
+        first = {id(x): n for n, x in reversed([*enumerate(tensors)])}
+        self.unique = None if len(first) == len(tensors) else picker(sorted(first.values()))
+        self.same = [(n, first[id(x)]) for n, x in enumerate(tensors) if first[id(x)] != n]
+        self.guard = Layouts(tensors if self.unique is None else self.unique(tensors))
+        self.process_state = fast_path.process_state(tensors[0])
         self.state, self.deterministic = self.process_state(), private_torch.is_deterministic()
         self.autocast = autocast_dtype(tensors[0]) if private_torch.is_any_autocast_enabled() else None
         self.grad_mode = torch.is_grad_enabled()
-        self.requires_grad = self.grad_mode and autograd.requires_grad(tensors)
+        self.requires_grad = self.grad_mode and autograd.requires_grad(call.inputs)
         self.recording = None if private_torch.is_any_autocast_enabled() else call.entry.forward.recording
         self.backward: dict[Hashable, Gradients] = {}
 
     def match(self, values: Sequence[Any]) -> tuple[Tensor, ...] | None:
-        """The tensors of the arguments, `None` if they are not this call's."""
+        """The columns of a call with these arguments, `None` if it is another one."""
         for n, x in self.scalars:
             if values[n] is not x and not equal(values[n], x):
                 return None
         tensors: tuple[Tensor, ...] = self.tensors(values)
+        if self.sources is not None:
+            captured = self.sources.captured(values, tensors)
+            if captured is None:
+                return None
+            tensors = captured
+        guarded = tensors
+        if self.unique is not None:
+            if any(tensors[n] is not tensors[m] for n, m in self.same):
+                return None
+            guarded = self.unique(tensors)
         if (
-            not self.guard.match_plain(tensors)
+            not self.guard.match_plain(guarded)
             or self.process_state() != self.state
             or torch.is_grad_enabled() is not self.grad_mode
             or private_torch.is_deterministic() is not self.deterministic
             or (self.autocast is not None and self.autocast is not autocast_dtype(tensors[0]))
         ):
             return None
-        return tensors
+        return tensors if self.sources is None else self.sources.complete(self.function, values, tensors)
 
     def call(self, tensors: Sequence[Tensor], *, is_plain_eager: bool) -> Call:
         inputs = self.flat((*tensors, None))
-        call = Call(Tensors(*inputs[:NAMED]), self.settings, self.entry, is_plain_eager=is_plain_eager)
-        return call if self.rotary is None else CacheCall(call, CacheTensors(*inputs[NAMED:]), self.rotary)
+        if self.rotary is None:
+            flat = Tensors.from_flat(inputs)
+            return Call(flat, self.settings, self.entry, is_plain_eager=is_plain_eager)
+        flat = Tensors.from_flat((*inputs[:NAMED], *inputs[NAMED + NUM_CACHE :]))
+        call = Call(flat, self.settings, self.entry, is_plain_eager=is_plain_eager)
+        return CacheCall(call, CacheTensors(*inputs[NAMED : NAMED + NUM_CACHE]), self.rotary)
 
     def backward_call(self, tensors: Sequence[Tensor], kept: Tensor | None) -> Call:
         """The call of saved tensors, which may have been replaced, or freed."""
@@ -167,20 +181,21 @@ class Repeated:
         """The gradients as `gradients` returns them, planned or recorded."""
         call = self.backward_call(tensors, kept)
         by_place = dict(zip(self.places, needed, strict=True))
-        gradients = autograd.input_gradients(call, results, [by_place.get(n, False) for n in range(NAMED)])
-        needs = [by_place.get(n, False) for n in POSITIONS]
+        count = len(call.inputs)
+        gradients = autograd.input_gradients(call, results, [by_place.get(n, False) for n in range(count)])
+        needs = [by_place.get(n, False) for n in self.positions]
         passes = self.entry.backward.get(fast_path.backward_key(call, needs, results))
         if passes is not None:
             count = len(tensors)
             present = *(count + 1 + n for n, x in enumerate(results) if x is not None), *range(count)
-            requested = (POSITIONS.index(n) + 1 if by_place[n] else 0 for n in self.places)
+            requested = (self.positions.index(n) + 1 if by_place[n] else 0 for n in self.places)
             self.backward[key] = Gradients(passes, itemgetter(*present), itemgetter(0, *requested))
         return None, *[gradients[n] for n in self.places]
 
 
-def num_inputs(call: Call) -> int:
-    """Inputs of one tensor."""
-    return NAMED_WITH_CACHE if isinstance(call, CacheCall) else NAMED
+def picker(columns: Sequence[int]) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]]:
+    """As `itemgetter`, but a tuple for a single column, too."""
+    return itemgetter(*columns) if len(columns) > 1 else lambda tensors: (tensors[columns[0]],)
 
 
 def equal(x: Any, y: Any) -> bool:
@@ -188,10 +203,6 @@ def equal(x: Any, y: Any) -> bool:
     if type(x) is not type(y) or x != y:
         return False
     return not isinstance(x, tuple) or all(type(n) is type(m) for n, m in zip(x, y, strict=True))
-
-
-def is_scalar(x: Any) -> bool:
-    return type(x) in SCALARS or (type(x) in (tuple, ExactWindow) and all(type(n) in SCALARS for n in x))
 
 
 def autocast_dtype(q: Tensor) -> torch.dtype:
@@ -213,10 +224,10 @@ def run_repeated(function: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     """The result if the call is a repeated one, else `NotImplemented`."""
     values = (*args, *kwargs.values())
     try:
-        calls = fast_path.repeated.get(key_of(function, values, kwargs))
+        calls = fast_path.table.get(key_of(function, values, kwargs))
     except TypeError:  # sizes that are symbols
         return NotImplemented
-    if calls is None or sharding.contexts_open or forking.forked or counting.opened:
+    if calls is None or sharding.contexts_open or forking.forked or counting.opened or not fast_path.enabled:
         return NotImplemented
     if is_observed_without_key():
         return NotImplemented
@@ -226,32 +237,40 @@ def run_repeated(function: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
             if known.requires_grad:
                 return apply(known, *tensors)
             out, lse, *_ = known.forward(tensors)
+            if known.sources is not None and known.sources.out is not None:
+                out = filled(values[known.sources.out], values[known.sources.out], out)
             return (out, split_row_stats(tensors[0], lse)[0]) if known.return_lse else out
     return NotImplemented
 
 
 @untraced
-def remember_call(function: str, args: Sequence[Any], kwargs: dict[str, Any], call: Call, *, return_lse: bool) -> None:
-    """Keep a recorded call under its arguments, if it can be repeated."""
+def remember_call(
+    function: str,
+    positional: Sequence[str],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    call: Call,
+    *,
+    return_lse: bool,
+) -> None:
+    """Keep a recorded call under its arguments, if it can be repeated. `positional` names those without a keyword."""
     entry = call.entry
     if not call.is_plain_eager or entry is None or entry.num_repeated >= MOST_OF_A_KEY or entry.forward.replay is None:
         return
     entry.num_repeated += 1
     values = (*args, *kwargs.values())
-    arguments = {id(x): n for n, x in enumerate(values) if isinstance(x, Tensor)}
-    inputs = call.inputs[: num_inputs(call)]
-    indices = {place: arguments.get(id(x), -1) for place, x in enumerate(inputs) if x is not None}
-    scalars = [x for n, x in enumerate(values) if n not in indices.values()]
-    if -1 in indices.values() or call.tensors.score_mod_tensors or not all(map(is_scalar, scalars)):
+    key = key_of(function, values, kwargs)
+    sources = sources_of(function, call, values, (*positional[: len(args)], *kwargs))
+    if key is None or sources is None:
         return
-    key, known = key_of(function, values, kwargs), Repeated(call, values, indices, return_lse=return_lse)
-    if key is not None and known.guard.same is not None:
-        others = fast_path.repeated.get(key, [])
-        remember(fast_path.repeated, key, [known, *others[: MOST_OF_A_KEY - 1]], MOST_KEYS)
+    known = Repeated(function, call, values, sources, return_lse=return_lse)
+    if known.guard.same is not None:
+        others = fast_path.table.get(key) or []
+        fast_path.table.put(key, [known, *others[: MOST_OF_A_KEY - 1]])
 
 
 class RepeatedAttention(torch.autograd.Function):
-    """`autograd.EagerAttention` without absent tensors; lse is an output only if requested."""
+    """`autograd.Attention` of a repeated call, without absent tensors; lse is an output only if requested."""
 
     @staticmethod
     def forward(ctx: Any, known: Repeated, *tensors: Tensor) -> Any:

@@ -1,6 +1,8 @@
-"""Repeated calls on a GPU: `pytest -m gpu tests/dispatch/test_repeated_gpu.py`."""
+"""Repeated calls on a GPU: `pytest -m gpu tests/api/test_repeated_gpu.py`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -81,3 +83,30 @@ def test_autocast_is_part_of_a_call() -> None:
         cast = results(*(x.bfloat16().detach().requires_grad_() for x in (q, k, v, dout)))
         assert_equal((out, *gradients), (cast[0], *(x.float() for x in cast[1:])))
         assert exact[0].dtype is torch.float32
+
+
+MADE: dict[str, Callable[[], dict[str, Any]]] = {
+    "seed": lambda: {"dropout_p": 0.2, "dropout_seed": 7},
+    "drawn seed": lambda: {"dropout_p": 0.2},
+    "bare function": lambda: {"score_mod": lambda score, b, h, i, j: score + 0.01 * (j - i)},
+    "mask and score_mod": lambda: {
+        "mask": flashtile.mask_mods.document(torch.arange(2000, device="cuda") // 300),
+        "score_mod": flashtile.score_mods.alibi(torch.rand(8, device="cuda", generator=torch.Generator("cuda"))),
+    },
+    "slopes in float64": lambda: {"alibi_slopes": torch.linspace(0, 1, 8, device="cuda").double()},
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_inputs_that_are_no_arguments(name: str) -> None:
+    """Each call makes its own, with the results that it has without the fast path."""
+    for _ in range(5):
+        *tensors, dout = inputs()
+        options, found = MADE[name]() | {"deterministic": True}, []
+        state = torch.cuda.get_rng_state()
+        for enabled in (True, False):
+            torch.cuda.set_rng_state(state)
+            with mock.patch.object(fast_path, "enabled", enabled):
+                out = flashtile.attention(*tensors, **options)
+                found.append((out, *torch.autograd.grad(out, tensors, dout)))
+        assert_equal(*found)

@@ -1,6 +1,6 @@
 """Bugs planted in the tiled backend, to test that the contract's random calls notice each of them.
 
-    python -m tests.seeded_bugs        # the table: each bug, and the first result and call that showed it
+    python -m tests.support.seeded_bugs        # the table: each bug, and the first result and call that showed it
 
 A bug is planted by compiling the changed source of a module and replacing the code objects of the functions that
 changed, so that modules which imported them before run the changed code too.
@@ -17,8 +17,10 @@ from typing import NamedTuple
 
 try:
     from .checking import dense_case, features, lengths_on_the_device, tile_size
+    from .mistakes import with_mistake
 except ImportError:  # pytest imports the tests as modules of their own
     from checking import dense_case, features, lengths_on_the_device, tile_size
+    from mistakes import with_mistake
 
 from flashtile.errors import AttentionError
 from flashtile.testing.case import Case
@@ -150,7 +152,7 @@ BUGS = (
         "total.add(dtensor)",
         "total.recent.copy_(dtensor)",
     ),
-    # how rows are normalised
+    # how rows are normalized
     Bug("acc not rescaled", "backend.tiled.forward", "state.acc * alpha + pv", "state.acc + pv"),
     Bug("l not rescaled", "backend.tiled.forward", "state.l * alpha + l", "state.l + l"),
     Bug(
@@ -200,8 +202,8 @@ BUGS = (
     Bug(
         "scale twice in dk",
         "backend.tiled.backward",
-        "matmul(ds.transpose(-1, -2), q_i)",
-        "matmul(ds.transpose(-1, -2), q_i * settings.scale)",
+        "chunked_matmul(ds.transpose(-1, -2), q_i)",
+        "chunked_matmul(ds.transpose(-1, -2), q_i * settings.scale)",
     ),
     Bug(
         "sink gradient with the wrong sign",
@@ -252,12 +254,6 @@ BUGS = (
     Bug("rotary: the whole head dimension", "call.cache", "tokens[..., 2 * half :]", "tokens[..., 2 * half :] * 1.1"),
     Bug("rotary: in the input dtype", "call.cache", "(table[position].to(dtype)", "(table[position].to(x.dtype)"),
 )
-
-
-def with_mistake(source: str, name: str, old: str, new: str) -> str:
-    """`source` with the only occurrence of `old` replaced by `new`."""
-    assert source.count(old) == 1, f"{name}: the source has moved on, so the bug has to follow it"
-    return source.replace(old, new)
 
 
 @contextmanager

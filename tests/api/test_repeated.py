@@ -35,6 +35,10 @@ def reference(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     return flashtile.attention(q, k, v, backend="reference", **OPTIONS | options)
 
 
+def repeated_calls() -> list[list[Any]]:
+    return [x for x in fast_path.table.recent.values() if isinstance(x, list)]
+
+
 def known(**options: Any) -> None:
     """Make a call until it is repeated."""
     for _ in range(3):
@@ -195,13 +199,13 @@ def test_a_seed_is_drawn_for_each_call() -> None:
 
 def test_nothing_is_kept_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of calls that are written in ever new ways."""
-    monkeypatch.setattr("flashtile.dispatch.repeated.MOST_KEYS", 4)
+    monkeypatch.setattr(fast_path, "GENERATION", 4)
     for n in range(1, 40):
         for rows in (n, 8):
             for _ in range(3):
                 flashtile.attention(*inputs()[:1], *[x[:, :, :rows] for x in inputs()[1:]], window=(n, 0))
-    assert len(fast_path.repeated) <= 5
-    assert max(map(len, fast_path.repeated.values())) <= 16
+    assert len(fast_path.table.recent) + len(fast_path.table.older) <= 2 * 4
+    assert max(map(len, repeated_calls())) <= 16
 
 
 def cache_call(**new: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
@@ -227,7 +231,7 @@ def test_a_cache(appends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         result = flashtile.attention_with_kvcache(*expected, **options, backend="reference")
         torch.testing.assert_close(out, result)
         assert all(map(torch.equal, tensors, expected))
-    assert sum(map(len, fast_path.repeated.values())) == 1
+    assert sum(map(len, repeated_calls())) == 1
     for lengths in ((41, 3), (40 if appends else 41, 40), (5, -1)):
         tensors, options = one(lengths)
         with pytest.raises(ArgumentError, match=r"cache_seqlens|k_cache"):

@@ -1,6 +1,6 @@
 """Bugs in the generators of the CPU kernels, each with a random call whose results must show it.
 
-    python -m tests.seeded_cpu_bugs        # the table: each bug, and the wrong result
+    python -m tests.support.seeded_cpu_bugs        # the table: each bug, and the wrong result
 
 Bugs are planted as in `seeded_bugs`, and the kernels of each are compiled anew, without the caches in memory and on
 disk. One call for each bug keeps that to a few seconds.
@@ -24,7 +24,7 @@ except ImportError:  # pytest imports the tests as modules of their own
 
 import flashtile
 from flashtile.backend.cpu import host_backward, host_forward, jit, targets
-from flashtile.backend.cpu.support import VECTORS_VARIABLE
+from flashtile.backend.cpu.targets import VECTORS_VARIABLE
 from flashtile.dispatch import fast_path
 from flashtile.testing.case import Case, MaskFunction, ScoreFunction
 from flashtile.testing.mask_functions import causal_by_head
