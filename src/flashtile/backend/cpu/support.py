@@ -1,7 +1,7 @@
 """Planning for the CPU backend, without LLVM: which problems it supports, tile sizes, splits."""
 
 import functools
-import importlib.util
+import importlib.metadata
 import os
 import platform
 import re
@@ -37,13 +37,13 @@ class TileConfig(NamedTuple):
 @functools.cache
 def unusable() -> str | None:
     """The reason why this backend cannot run on this machine; `None` if it can."""
-    if importlib.util.find_spec("llvmlite") is None:
+    try:
+        installed = importlib.metadata.version("llvmlite")  # without importing it
+    except importlib.metadata.PackageNotFoundError:
         return "llvmlite is not installed"
-    import llvmlite  # not its bindings to LLVM
-
-    if tuple(int(x) for x in re.findall(r"\d+", llvmlite.__version__)[:2]) < OLDEST_LLVMLITE:
+    if tuple(int(x) for x in re.findall(r"\d+", installed)[:2]) < OLDEST_LLVMLITE:
         needed = ".".join(map(str, OLDEST_LLVMLITE))
-        return f"llvmlite {llvmlite.__version__} is installed, and it needs {needed} or newer"
+        return f"llvmlite {installed} is installed, and it needs {needed} or newer"
     if platform.machine().lower() not in MACHINES:
         return f"it has no kernels for {platform.machine()}"
     return None
@@ -54,7 +54,7 @@ def misconfigured() -> str | None:
     requested = os.environ.get(VECTORS_VARIABLE)
     if requested is None:
         return None
-    from .targets import usable_widths  # imports LLVM
+    from .targets import usable_widths
 
     usable = usable_widths()
     return (
@@ -96,7 +96,7 @@ def tiles(plan: Plan, call: Call, needs: Needs | None) -> dict[str, Any]:
     """The tiles of a call's pass, and the instructions of forward's products: AMX's, or those of vectors."""
     if needs is not None:
         return plan.tile._asdict()  # type: ignore[no-any-return]
-    from .arguments import uses_matrix_tiles  # imports LLVM
+    from .arguments import uses_matrix_tiles
     from .targets import host_width
 
     return plan.tile._asdict() | {"forward by": host_width(uses_matrix_tiles(call, plan.tile.rows))}
