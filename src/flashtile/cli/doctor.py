@@ -13,7 +13,8 @@ import torch
 
 from .. import attention
 from ..backend import user_files
-from ..backend.gpu.archive import KERNELS_VARIABLE, NO_ARCHIVE, archive_for
+from ..backend.archive import NO_ARCHIVE
+from ..backend.gpu.archive import KERNELS_VARIABLE, archive_for
 from ..backend.gpu.installed import triton_version
 from ..backend.gpu.origin import archive_in_words
 from ..call.device import describe_device
