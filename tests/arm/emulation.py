@@ -19,8 +19,16 @@ import torch
 from llvmlite import binding as llvm
 from torch import Tensor
 
-from flashtile.backend.cpu import arguments, distance_table, host_backward, host_cache, host_forward, jit, targets
-from flashtile.backend.cpu.kernels.codegen import Source
+from flashtile.backend.cpu import (
+    arguments,
+    distance_table,
+    host_backward,
+    host_cache,
+    host_forward,
+    jit,
+    machine_code,
+    targets,
+)
 from flashtile.backend.cpu.launch import KernelLaunch
 from flashtile.backend.cpu.targets import Target
 from flashtile.backend.cpu.variant import TableVariant, Variant
@@ -123,13 +131,13 @@ class Emulation:
         self.real_bytes: dict[int, int] = {}  # of an element of a table of distances, by the number of its program
         self.launches = 0
 
-    def function_address(
-        self, name: str, variant: Variant | TableVariant, target: Target, source: Callable[[], Source]
-    ) -> int:
+    def function_address(self, name: str, variant: Variant | TableVariant, target: Target) -> int:
         """Compile a program. Its number stands for the kernel's address, which is never called."""
         number = len(self.programs) + 1
         program, machine = self.folder / str(number), jit.target_machine(self.processor.compiled_for)
-        codes = [jit.compile_object(text, machine) for text in source().texts().values()]
+        codes = [
+            jit.compile_object(text, machine) for text in machine_code.source_of(name, variant, target).texts().values()
+        ]
         kernel = [self.folder / f"{number}-{n}.o" for n in range(len(codes))]
         for file, code in zip(kernel, codes, strict=True):
             file.write_bytes(code)
@@ -229,6 +237,6 @@ def emulated(processor: Processor) -> Iterator[Emulation]:
 
 def forget() -> None:
     """Compile every kernel anew."""
-    for cached in (host_forward.forward_address, host_backward.backward_address, distance_table.distance_table):
+    for cached in (machine_code.function_address, distance_table.distance_table):
         cached.cache_clear()
     fast_path.forget()

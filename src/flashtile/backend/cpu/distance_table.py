@@ -120,11 +120,4 @@ def distance_table(score_mod: str, real_dtype: str, wide: bool, target: Target) 
     if found is None:
         return None
     variant = TableVariant(real_dtype, found.term, wide)
-
-    def source() -> Any:
-        from .kernels import distance_table
-
-        return distance_table.source(variant, target)
-
-    address = function_address(TABLE, variant, target, source)
-    return DistanceTable(FUNCTION(address), found.term, found.reach, found.formula.key)
+    return DistanceTable(FUNCTION(function_address(TABLE, variant, target)), found.term, found.reach, found.formula.key)

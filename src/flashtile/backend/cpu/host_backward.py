@@ -24,24 +24,11 @@ from .launch import KernelLaunch, TensorSpec, run
 from .lengths import Lengths, chunk, lengths, max_threads
 from .machine_code import function_address
 from .recording import recorded
-from .targets import Target
 from .variant import BACKWARD, TaskSplit, Variant
 
 MIN_TASKS = 16  # keys are split where heads and sequences alone give fewer
 MIN_SPLIT_KEYS = 256
 MAX_CAPTURED_BYTES = 2**26  # for the gradients of a score_mod's tensors, which most tasks have sums of their own of
-
-
-@functools.lru_cache(maxsize=1024)
-def backward_address(variant: Variant, target: Target) -> int:
-    """The address of the compiled kernel; its generator is imported only if it has to be compiled."""
-
-    def source() -> Any:
-        from .kernels import backward
-
-        return backward.source(variant, target)
-
-    return function_address(BACKWARD, variant, target, source)
 
 
 class BackwardTasks(NamedTuple):
@@ -291,6 +278,6 @@ def backward_launch(
         "share_h": split.share_h,
         "work_size": workspace.num_bytes(workspace.backward_layout, *layout),
     }
-    worker = threads.WORKER(backward_address(variant, targets.host()))
+    worker = threads.WORKER(function_address(BACKWARD, variant, targets.host()))
     count = min(split.tasks, max_threads(call, lengths, rows))
     return KernelLaunch(worker, args.pack(values), count, values["work_size"], lengths, split.splits, blocks=table)

@@ -19,22 +19,7 @@ from .launch import KernelLaunch, TensorSpec, run
 from .lengths import chunk, lengths, max_threads, used_splits
 from .machine_code import function_address
 from .recording import recorded
-from .targets import Target
-from .variant import FORWARD, Variant
-
-
-@functools.lru_cache(maxsize=1024)
-def forward_address(variant: Variant, target: Target) -> int:
-    """The address of the compiled kernel; its generator is imported only if it has to be compiled."""
-
-    def source() -> Any:
-        from .kernels import decode, forward, row_values, tile_forward
-
-        kernel = row_values.RowValuesKernel if variant.row_values else forward.ForwardKernel
-        kernel = decode.DecodeKernel if variant.decode else kernel
-        return forward.source(variant, target, tile_forward.TileKernel if variant.tiles else kernel)
-
-    return function_address(FORWARD, variant, target, source)
+from .variant import FORWARD
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
@@ -132,7 +117,7 @@ def forward_launch(
         "work_size": workspace.num_bytes(layout, lse.element_size(), rows, panels, *widths),
     }
     launch = KernelLaunch(
-        threads.WORKER(forward_address(variant, target)),
+        threads.WORKER(function_address(FORWARD, variant, target)),
         args.pack(values),
         0,
         values["work_size"],
