@@ -19,13 +19,19 @@ import torch
 from llvmlite import binding as llvm
 from torch import Tensor
 
-from flashtile.backend.cpu import arguments, distance_table, host_backward, host_cache, host_forward, jit, targets
-from flashtile.backend.cpu.kernels.codegen import Source
-from flashtile.backend.cpu.kernels.distance_table import TableVariant
-from flashtile.backend.cpu.kernels.operands import DOUBLE
+from flashtile.backend.cpu import (
+    arguments,
+    distance_table,
+    host_backward,
+    host_cache,
+    host_forward,
+    jit,
+    machine_code,
+    targets,
+)
 from flashtile.backend.cpu.launch import KernelLaunch
 from flashtile.backend.cpu.targets import Target
-from flashtile.backend.cpu.variant import Variant
+from flashtile.backend.cpu.variant import TableVariant, Variant
 from flashtile.dispatch import fast_path
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64-static"
@@ -42,8 +48,12 @@ class Processor(NamedTuple):
 
     @property
     def target(self) -> Target:
-        neon = targets.make_target("neon", TRIPLE)
-        return neon._replace(features="+sve" if self.sve else "", vector_bytes=self.vector_bytes)
+        return targets.make_target("neon")._replace(vector_bytes=self.vector_bytes)
+
+    @property
+    def compiled_for(self) -> targets.Processor:
+        neon = targets.generic("neon", TRIPLE)
+        return neon._replace(features="+sve") if self.sve else neon
 
     @property
     def options(self) -> list[str]:
@@ -121,20 +131,20 @@ class Emulation:
         self.real_bytes: dict[int, int] = {}  # of an element of a table of distances, by the number of its program
         self.launches = 0
 
-    def function_address(
-        self, name: str, variant: Variant | TableVariant, target: Target, source: Callable[[], Source]
-    ) -> int:
+    def function_address(self, name: str, variant: Variant | TableVariant, target: Target) -> int:
         """Compile a program. Its number stands for the kernel's address, which is never called."""
         number = len(self.programs) + 1
-        program, machine = self.folder / str(number), jit.target_machine(target)
-        codes = [jit.compile_object(text, machine) for text in source().texts().values()]
+        program, machine = self.folder / str(number), jit.target_machine(self.processor.compiled_for)
+        codes = [
+            jit.compile_object(text, machine) for text in machine_code.source_of(name, variant, target).texts().values()
+        ]
         kernel = [self.folder / f"{number}-{n}.o" for n in range(len(codes))]
         for file, code in zip(kernel, codes, strict=True):
             file.write_bytes(code)
         command = [COMPILER, "-O1", "-static", f"-DKERNEL={name}", str(DRIVER), *map(str, kernel)]
         subprocess.run([*command, "-o", str(program), "-lm"], check=True)
         self.programs.append(program)
-        self.real_bytes[number] = 8 if variant.real_type == DOUBLE else 4
+        self.real_bytes[number] = 8 if variant.real_dtype == "float64" else 4
         return number
 
     def captured_table(self, tensors: list[Tensor]) -> dict[str, Tensor]:
@@ -227,6 +237,6 @@ def emulated(processor: Processor) -> Iterator[Emulation]:
 
 def forget() -> None:
     """Compile every kernel anew."""
-    for cached in (host_forward.forward_address, host_backward.backward_address, distance_table.distance_table):
+    for cached in (machine_code.function_address, distance_table.distance_table):
         cached.cache_clear()
     fast_path.forget()

@@ -87,9 +87,15 @@ def test_a_gpu_without_triton_or_driver(monkeypatch: pytest.MonkeyPatch) -> None
     assert "FileNotFoundError" in devices["the check of device"].words
 
 
-def test_kernels_and_cache_that_are_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FLASHTILE_KERNELS", str(tmp_path / "none.zip"))
-    assert found(doctor.kernels)["kernels"].state == doctor.BROKEN
+@pytest.mark.parametrize("variable", ["FLASHTILE_KERNELS", "FLASHTILE_CPU_KERNELS"])
+def test_kernels_that_are_not_there(variable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(variable, str(tmp_path / "none.zip"))
+    finding = found(doctor.kernels)["kernels"]
+    assert finding.state == doctor.BROKEN
+    assert f"unset {variable}" in finding.advice
+
+
+def test_a_cache_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("FLASHTILE_CACHE_DIR", str(tmp_path / "file" / "folder"))
     finding = found(doctor.cache)["cache"]

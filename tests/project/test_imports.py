@@ -107,6 +107,15 @@ def test_host_code_loads_no_kernels(loaded: list[set[str]]) -> None:
     assert not {name for name in both if name.split(".")[0] == "triton" or ".kernels" in name}
 
 
+def test_host_code_of_cpus_loads_no_compiler() -> None:
+    """LLVM and the generators, which only a kernel that has to be compiled needs."""
+    code = "import sys; from flashtile.backend.cpu import entry, targets; targets.usable_widths(); print(*sys.modules)"
+    names = set(python("-c", code).stdout.split())
+    assert "flashtile.backend.cpu.host_backward" in names
+    if sys.platform == "linux":  # where the system lists the processor's features
+        assert not {name for name in names if name.startswith(("llvmlite", "flashtile.backend.cpu.kernels"))}
+
+
 def test_import_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The processor time that `import flashtile` adds to that of `import torch`, at best, with the bytecode that a
     first import leaves. Seconds would measure the machine: busy and idle ones differ by a factor of four.

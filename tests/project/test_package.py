@@ -109,7 +109,7 @@ def test_classifiers_and_requirements_agree() -> None:
 
 def test_an_older_llvmlite_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """As numba 0.61 brings it, where flashtile was installed without its dependencies."""
-    monkeypatch.setattr("llvmlite.__version__", "0.44.0")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.44.0")
     assert support.unusable.__wrapped__() == "llvmlite 0.44.0 is installed, and it needs 0.45 or newer"
 
 

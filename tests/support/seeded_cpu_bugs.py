@@ -23,7 +23,7 @@ except ImportError:  # pytest imports the tests as modules of their own
     from seeded_bugs import Bug, planted
 
 import flashtile
-from flashtile.backend.cpu import host_backward, host_forward, jit, targets
+from flashtile.backend.cpu import archive, jit, machine_code, targets
 from flashtile.backend.cpu.targets import VECTORS_VARIABLE
 from flashtile.dispatch import fast_path
 from flashtile.testing.case import Case, MaskFunction, ScoreFunction
@@ -298,6 +298,7 @@ CPU_BUGS = (
 def fresh_kernels() -> Iterator[None]:
     """Compile every kernel of this block, with no cache in memory or on disk, before or after."""
     with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(archive, "find", return_value=None))
         patches.enter_context(mock.patch.object(jit, "read_object", return_value=None))
         patches.enter_context(mock.patch.object(jit, "write_object"))
         forget_kernels()
@@ -310,8 +311,7 @@ def fresh_kernels() -> Iterator[None]:
 def forget_kernels() -> None:
     fast_path.forget()
     jit._PARTS.clear()
-    host_forward.forward_address.cache_clear()
-    host_backward.backward_address.cache_clear()
+    machine_code.function_address.cache_clear()
 
 
 def caught(x: CpuBug) -> str | None:

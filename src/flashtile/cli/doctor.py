@@ -13,7 +13,9 @@ import torch
 
 from .. import attention
 from ..backend import user_files
-from ..backend.gpu.archive import KERNELS_VARIABLE, NO_ARCHIVE, archive_for
+from ..backend.archive import NO_ARCHIVE
+from ..backend.cpu.archive import KERNELS_VARIABLE as CPU_KERNELS_VARIABLE
+from ..backend.gpu.archive import KERNELS_VARIABLE, archive_for
 from ..backend.gpu.installed import triton_version
 from ..backend.gpu.origin import archive_in_words
 from ..call.device import describe_device
@@ -111,16 +113,17 @@ def triton() -> Iterator[Finding]:
 
 
 def kernels() -> Iterator[Finding]:
-    """The archive of kernels that were compiled ahead."""
-    configured = os.environ.get(KERNELS_VARIABLE)
-    if configured not in (None, "", NO_ARCHIVE) and not Path(str(configured)).is_file():
-        yield Finding(
-            "kernels",
-            BROKEN,
-            f"{KERNELS_VARIABLE}={configured}: there is no such file",
-            f"unset {KERNELS_VARIABLE}, or make the archive by `flashtile build-kernels --out {configured}`",
-        )
-        return
+    """The archives of kernels that were compiled ahead."""
+    for variable, options in ((CPU_KERNELS_VARIABLE, "--cpu "), (KERNELS_VARIABLE, "")):
+        configured = os.environ.get(variable)
+        if configured not in (None, "", NO_ARCHIVE) and not Path(str(configured)).is_file():
+            yield Finding(
+                "kernels",
+                BROKEN,
+                f"{variable}={configured}: there is no such file",
+                f"unset {variable}, or make the archive by `flashtile build-kernels {options}--out {configured}`",
+            )
+            return
     for arch in sorted({describe_device(torch.device("cuda", n)).arch for n in range(torch.cuda.device_count())}):
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")

@@ -12,6 +12,7 @@ import torch
 
 from .. import __version__
 from ..as_arch import ARCH_VARIABLE
+from ..backend.cpu import archive as cpu_archive
 from ..backend.cpu.targets import VECTORS_VARIABLE
 from ..backend.gpu.archive import KERNELS_VARIABLE
 from ..backend.gpu.origin import archive_in_words
@@ -21,7 +22,14 @@ from ..dispatch.planner import BACKEND_VARIABLE, backends
 from .options import json_option, print_json
 
 PACKAGES = ("numpy", "triton", "llvmlite", "numba", "matplotlib", "flash_attn")
-VARIABLES = (BACKEND_VARIABLE, CACHE_VARIABLE, VECTORS_VARIABLE, KERNELS_VARIABLE, ARCH_VARIABLE)
+VARIABLES = (
+    BACKEND_VARIABLE,
+    CACHE_VARIABLE,
+    VECTORS_VARIABLE,
+    KERNELS_VARIABLE,
+    cpu_archive.KERNELS_VARIABLE,
+    ARCH_VARIABLE,
+)
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -148,6 +156,7 @@ PROBES: dict[str, Callable[[], Any]] = {
     "gpu driver": gpu_driver,
     "packages": packages,
     "backends": usable_backends,
+    "cpu kernels": cpu_archive.in_words,
     "gpu kernels": kernels,
     "variables": lambda: {name: os.environ.get(name) for name in VARIABLES},
 }

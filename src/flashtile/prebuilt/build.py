@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..backend.gpu.archive import FORMAT, INDEX, sources
+from ..backend.archive import FORMAT, INDEX
+from ..backend.gpu.archive import sources
 from ..backend.gpu.installed import triton_version
 from ..backend.gpu.replay import Launch
 from ..backend.gpu.signature import CONSTANT, PLAIN, SPECIALIZED, key_of
@@ -173,17 +174,17 @@ def write(path: Path, arch: str, triton: str, compiled: list[Compiled]) -> None:
     for x in sorted(compiled, key=lambda x: (x.title, x.key)):
         kernel = kernels.setdefault(x.title, {"parameters": x.parameters, "binaries": {}})
         kernel["binaries"][x.key] = x.facts
-    index = {
-        "format": FORMAT,
-        "arch": arch,
-        "triton": triton,
-        "sources": sources(),
-        "kernels": kernels,
-    }
-    memory, text = io.BytesIO(), json.dumps(index, separators=(",", ":")).encode()
+    index = {"triton": triton, "sources": sources(), "kernels": kernels}
+    write_archive(path, arch, index, {x.facts["cubin"]: x.image for x in compiled})
+
+
+def write_archive(path: Path, arch: str, index: dict[str, Any], images: dict[str, bytes]) -> None:
+    """Write an archive of machine code by its hash."""
+    memory = io.BytesIO()
+    text = json.dumps({"format": FORMAT, "arch": arch, **index}, separators=(",", ":")).encode()
     with zipfile.ZipFile(memory, "w") as file:
         file.writestr(zipfile.ZipInfo(INDEX, SAME_DATE), text, zipfile.ZIP_DEFLATED, 9)
-        for name, image in sorted({x.facts["cubin"]: x.image for x in compiled}.items()):
+        for name, image in sorted(images.items()):
             # A third smaller than deflated (docs/journal/2026-11-26-archive.md).
             file.writestr(zipfile.ZipInfo(name, SAME_DATE), image, zipfile.ZIP_LZMA)
         file.comment = hashlib.sha256(text).hexdigest().encode()

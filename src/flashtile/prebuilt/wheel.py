@@ -7,7 +7,7 @@ import io
 import zipfile
 from pathlib import Path
 
-from ..backend.gpu.archive import file_name
+from ..backend.archive import file_name
 from .build import SAME_DATE, BuildError
 
 LARGEST = 25 * 10**6  # bytes of a wheel

@@ -21,7 +21,7 @@ from flashtile.testing.case import Case, MaskFunction, ScoreFunction
 from flashtile.testing.score_functions import tempered_table
 
 blocks = importlib.import_module("flashtile.backend.cpu.blocks")
-kernel_blocks = importlib.import_module("flashtile.backend.cpu.kernels.blocks")
+tables = importlib.import_module("flashtile.backend.cpu.tables")
 
 
 @pytest.fixture(autouse=True)
@@ -150,7 +150,7 @@ def test_entries() -> None:
     table = blocks.entry_of_parts()
     for number, (c, b, a) in enumerate(itertools.product(range(3), repeat=3)):
         parts, byte = (a, b, c), int(table[number])
-        state, first, last = byte & 3, byte >> kernel_blocks.FIRST_BIT & 3, byte >> kernel_blocks.LAST_BIT
+        state, first, last = byte & 3, byte >> tables.FIRST_BIT & 3, byte >> tables.LAST_BIT
         if not any(parts):
             assert byte == HIDDEN
             continue

@@ -71,7 +71,7 @@ def source(program: Program, types: tuple[TensorType, ...], dtype: torch.dtype, 
 
 @functools.lru_cache(maxsize=1)
 def engine_of(source: str, target: Any) -> Any:
-    machine = jit.target_machine(target)
+    machine = jit.target_machine(targets.processor(target.width))
     engine = jit.llvm.create_mcjit_compiler(jit.llvm.parse_assembly(""), machine)
     engine.add_object_file(jit.llvm.ObjectFileRef.from_data(jit.compile_object(source, machine)))
     engine.finalize_object()

@@ -108,9 +108,10 @@ def test_the_instructions_of_amx() -> None:
 
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
-    target = targets.make_target("amx", "x86_64-unknown-linux-gnu")
+    target = targets.make_target("amx")
+    processor = targets.generic("amx", "x86_64-unknown-linux-gnu")
     variant = variants.Variant("bfloat16", 1, tiles=True)
-    source, machine = forward.source(variant, target, tile_forward.TileKernel), jit.target_machine(target)
+    source, machine = forward.source(variant, target, tile_forward.TileKernel), jit.target_machine(processor)
     assembly = "".join(machine.emit_assembly(llvm.parse_assembly(x)) for x in source.texts().values())
     names = [line.split()[0] for line in assembly.splitlines() if line.strip()]
     used = [x for x in names if x.startswith(("ldtilecfg", "sttilecfg", "tile", "tdp")) and not x.endswith(":")]

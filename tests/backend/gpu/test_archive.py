@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 from fake_driver import FakeDriver, opened
 from forced import in_order
 
+from flashtile.backend import archive as archives
 from flashtile.backend.gpu import archive, cost, launch, triton_launch
 from flashtile.backend.gpu.archive import KERNELS_VARIABLE, SOURCES, Archive
 from flashtile.backend.gpu.kernel import Kernel
@@ -140,9 +141,9 @@ def with_index(path: Path, **changes: Any) -> None:
     import hashlib
 
     with zipfile.ZipFile(path) as old:
-        text = json.dumps(json.loads(old.read(archive.INDEX)) | changes).encode()
+        text = json.dumps(json.loads(old.read(archives.INDEX)) | changes).encode()
     digest = hashlib.sha256(text).hexdigest().encode()
-    rewritten(path, lambda name, content: text if name == archive.INDEX else content, digest)
+    rewritten(path, lambda name, content: text if name == archives.INDEX else content, digest)
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -200,20 +201,20 @@ def test_whatever_is_damaged_is_an_error_that_callers_warn_about(path: Path) -> 
 
 
 def test_an_altered_kernel_is_compiled_instead(path: Path) -> None:
-    rewritten(path, lambda name, x: x if name == archive.INDEX else x[:-1] + b"X")
+    rewritten(path, lambda name, x: x if name == archives.INDEX else x[:-1] + b"X")
     with pytest.warns(AttentionWarning, match="a kernel was altered") as warned:
         assert run(path, FakeDriver()) == {"launch": 1, "replayable": 1}
     assert len(warned) == 1
 
 
 def test_without_an_archive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archive, "PACKAGE", Path("/nowhere"))
+    monkeypatch.setattr(archives, "PACKAGE", Path("/nowhere"))
     assert archive.archive_for("sm_90") is None
 
 
 def test_none_is_no_archive(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archive, "PACKAGE", path.parent)
-    path.rename(path.parent / archive.file_name("sm_90"))
+    monkeypatch.setattr(archives, "PACKAGE", path.parent)
+    path.rename(path.parent / archives.file_name("sm_90"))
     with mock.patch.object(archive, "sources", return_value=archive.sources()), mock.patch.object(archive, "driver"):
         monkeypatch.setenv(KERNELS_VARIABLE, "none")
         assert archive.archive_for("sm_90") is None

@@ -16,9 +16,7 @@ from ...expression.derivative import Load
 from ...expression.program import TensorType, joined, type_of
 from ..scalars import finite_softcap, head_strides, keep_scale, strides_of, threshold
 from . import targets
-from .kernels.captured import stored_dtype
-from .kernels.stages import GRADIENT_DIMENSIONS
-from .kernels.tiles import UNLIMITED
+from .tables import GRADIENT_DIMENSIONS, UNLIMITED, stored_dtype
 from .targets import Target
 from .variant import FIELDS, REALS, Variant
 from .workspace import CACHE_LINE

@@ -16,8 +16,8 @@ from ...call.formulas import mask_formula
 from ...call.problem import accumulation_dtype
 from ...expression import Formula
 from ...expression.blocks import FULL, HIDDEN, PARTIAL, Blocks, block_visibility, depends_on
-from .kernels.blocks import PART, entry
 from .lengths import Lengths
+from .tables import PART, entry
 from .workspace import BLOCK_PARTS
 
 LEAST_WORK = 2**24  # multiply-adds of a call: about a millisecond, ten times that of a table

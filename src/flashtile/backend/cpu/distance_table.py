@@ -17,10 +17,10 @@ from ...expression import Formula, score_mod_formula, torch_code
 from ...expression.tabulated import tabulated
 from . import arguments as args
 from . import targets
-from .jit import function_address
-from .kernels.distance_table import NAME, TableVariant, source
 from .launch import allocate
+from .machine_code import function_address
 from .targets import Target
+from .variant import TABLE, TableVariant
 from .workspace import round_up
 
 FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3)
@@ -122,5 +122,4 @@ def distance_table(score_mod: str, real_dtype: str, wide: bool, target: Target) 
     if found is None:
         return None
     variant = TableVariant(real_dtype, found.term, wide)
-    address = function_address(NAME, variant, target, lambda: source(variant, target))
-    return DistanceTable(FUNCTION(address), found.term, found.reach, found.formula.key)
+    return DistanceTable(FUNCTION(function_address(TABLE, variant, target)), found.term, found.reach, found.formula.key)

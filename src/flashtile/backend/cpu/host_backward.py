@@ -20,30 +20,15 @@ from .blocks import BlockTable, table_strides, table_tensors
 from .captured_gradients import CapturedGradients, captured_gradients
 from .distance_table import needs_with_table, with_distance_table, without_table
 from .epilogue import gather_pages, scatter_to_pages, slope_gradient, without_padding
-from .jit import function_address
-from .kernels import sums
-from .kernels.codegen import Source
 from .launch import KernelLaunch, TensorSpec, run
 from .lengths import Lengths, chunk, lengths, max_threads
+from .machine_code import function_address
 from .recording import recorded
-from .targets import Target
 from .variant import BACKWARD, TaskSplit, Variant
 
 MIN_TASKS = 16  # keys are split where heads and sequences alone give fewer
 MIN_SPLIT_KEYS = 256
 MAX_CAPTURED_BYTES = 2**26  # for the gradients of a score_mod's tensors, which most tasks have sums of their own of
-
-
-@functools.lru_cache(maxsize=1024)
-def backward_address(variant: Variant, target: Target) -> int:
-    """The address of the compiled kernel; its generator is imported only if it has to be compiled."""
-
-    def source() -> Source:
-        from .kernels import backward
-
-        return backward.source(variant, target)
-
-    return function_address(BACKWARD, variant, target, source)
 
 
 class BackwardTasks(NamedTuple):
@@ -222,7 +207,7 @@ def allocate_gradients(call: Call, needs: Needs, lse: Tensor, lengths: Lengths, 
     """
     t, real = call.tensors, lse.dtype
     bias = t.bias if needs.bias else None
-    compensated = bias is not None and pairs_per_bias_element(call, bias, lengths) > sums.MAX_PLAIN_TERMS
+    compensated = bias is not None and pairs_per_bias_element(call, bias, lengths) > workspace.MAX_PLAIN_TERMS
     dk, dv = (
         new_rows(x, args.heads_kv(call), workspace.round_up(x.shape[-1], args.vector_lanes(call)), real)
         if needed
@@ -274,8 +259,8 @@ def backward_launch(
     lanes, widths = args.vector_lanes(call), (q.shape[-1], v.shape[-1])
     rows = variant.vectors * lanes
     split_keys = chunk(lengths.max_seqlen_k, split.splits)
-    total_keys = min(split_keys, lengths.max_seqlen_k) if lengths.max_rows > sums.ROWS_PER_CARRY else 0
-    layout = (variant.real_type, rows, lanes, *widths, total_keys)
+    total_keys = min(split_keys, lengths.max_seqlen_k) if lengths.max_rows > workspace.ROWS_PER_CARRY else 0
+    layout = (buffers.delta.element_size(), rows, lanes, *widths, total_keys)
     table = BlockTable.of(call, lengths, rows)
     values |= {
         **args.lse_strides(q, lse),
@@ -293,6 +278,6 @@ def backward_launch(
         "share_h": split.share_h,
         "work_size": workspace.num_bytes(workspace.backward_layout, *layout),
     }
-    worker = threads.WORKER(backward_address(variant, targets.host()))
+    worker = threads.WORKER(function_address(BACKWARD, variant, targets.host()))
     count = min(split.tasks, max_threads(call, lengths, rows))
     return KernelLaunch(worker, args.pack(values), count, values["work_size"], lengths, split.splits, blocks=table)

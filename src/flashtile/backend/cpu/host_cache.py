@@ -12,10 +12,10 @@ from ...call.plan import Plan
 from ..replays import Results
 from . import arguments as args
 from .host_forward import launched_forward, replay_forward
-from .kernels.tiles import SEQUENCE_FIELDS
 from .launch import KernelLaunch
 from .lengths import ROWS_OF_A_READ, chunk, threads_for, used_splits
 from .recording import Recording, recorded
+from .tables import SEQUENCE_FIELDS
 
 SEQLEN_K = SEQUENCE_FIELDS.index("seqlen_k")
 PLACES = {name: len(Tensors._fields) - 1 + n for n, name in enumerate(CacheTensors._fields)}  # among a call's inputs

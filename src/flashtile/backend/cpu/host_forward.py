@@ -15,27 +15,11 @@ from . import arguments as args
 from . import targets, threads, workspace
 from .blocks import BlockTable, table_strides, table_tensors
 from .distance_table import with_distance_table
-from .jit import function_address
-from .kernels.codegen import Source
 from .launch import KernelLaunch, TensorSpec, run
 from .lengths import chunk, lengths, max_threads, used_splits
+from .machine_code import function_address
 from .recording import recorded
-from .targets import Target
-from .variant import FORWARD, Variant
-
-
-@functools.lru_cache(maxsize=1024)
-def forward_address(variant: Variant, target: Target) -> int:
-    """The address of the compiled kernel; its generator is imported only if it has to be compiled."""
-
-    def source() -> Source:
-        from .kernels import decode, forward, row_values, tile_forward
-
-        kernel = row_values.RowValuesKernel if variant.row_values else forward.ForwardKernel
-        kernel = decode.DecodeKernel if variant.decode else kernel
-        return forward.source(variant, target, tile_forward.TileKernel if variant.tiles else kernel)
-
-    return function_address(FORWARD, variant, target, source)
+from .variant import FORWARD
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
@@ -130,10 +114,10 @@ def forward_launch(
         **args.lse_strides(q, lse),
         "panels": panels,
         "out_is_real": int(out.dtype == lse.dtype),
-        "work_size": workspace.num_bytes(layout, variant.real_type, rows, panels, *widths),
+        "work_size": workspace.num_bytes(layout, lse.element_size(), rows, panels, *widths),
     }
     launch = KernelLaunch(
-        threads.WORKER(forward_address(variant, target)),
+        threads.WORKER(function_address(FORWARD, variant, target)),
         args.pack(values),
         0,
         values["work_size"],

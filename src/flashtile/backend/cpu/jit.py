@@ -25,7 +25,8 @@ from llvmlite import binding as llvm
 
 from ...locks import process_lock
 from .. import user_files
-from .targets import Target
+from . import targets
+from .targets import Processor, Target
 
 if TYPE_CHECKING:
     from .kernels.codegen import Source
@@ -61,7 +62,7 @@ SOURCES_HASH = hash_sources(PACKAGE)  # of the imported version
 def function_address(name: str, variant: Any, target: Target, source: "Callable[[], Source]") -> int:
     """Load the kernel `name` of a variant, or compile the IR that `source` generates, and return its address."""
     with _LOCK:
-        machine = target_machine(target)
+        machine = target_machine(targets.processor(target.width))
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
         for code in kernel_objects((name, variant), target, machine, source):
             engine.add_object_file(llvm.ObjectFileRef.from_data(code))
@@ -92,7 +93,7 @@ def part_objects(name: str, target: Target, machine: Any, source: "Callable[[], 
 
 def found_or_made(key: Any, target: Target, make: Callable[[], bytes]) -> bytes:
     """A file of the cache, or its content made anew, by one process at a time."""
-    key_parts = (SOURCES_HASH, key, target, llvm.llvm_version_info)
+    key_parts = (SOURCES_HASH, key, target, targets.processor(target.width), llvm.llvm_version_info)
     file = f"{hashlib.sha256(repr(key_parts).encode()).hexdigest()[:32]}.o"
     content = read_object(file)
     if content is None:
@@ -130,12 +131,12 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def target_machine(target: Target) -> Any:
+def target_machine(processor: Processor) -> Any:
+    """LLVM's compiler of code that this process runs."""
     initialize()
-    llvm_target = llvm.Target.from_triple(target.triple)
-    return llvm_target.create_target_machine(
-        cpu=target.cpu, features=target.features, opt=2, jit=target.triple == llvm.get_process_triple()
-    )
+    triple, cpu, features = processor
+    jit = triple == llvm.get_process_triple()
+    return llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features, opt=2, jit=jit)
 
 
 @functools.cache
@@ -149,6 +150,7 @@ def compile_object(source: str, machine: Any) -> bytes:
     default pipeline would take ten times as long for code of the same speed.
     """
     module = llvm.parse_assembly(source)
+    module.triple = machine.triple
     module.verify()
     passes = llvm.create_new_module_pass_manager()
     passes.add_sroa_pass()  # promotes variables to registers

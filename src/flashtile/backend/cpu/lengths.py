@@ -7,8 +7,8 @@ import numpy as np
 from torch import Tensor
 
 from ...call.call import Call
-from .kernels.tiles import SEQUENCE_FIELDS, UNLIMITED
 from .support import SPLIT_KEYS
+from .tables import SEQUENCE_FIELDS, UNLIMITED
 from .workspace import BLOCK_N
 
 WORK_PER_THREAD = 2**18  # multiply-adds; 5 to 20 microseconds, several times the cost of waking a thread
@@ -16,7 +16,7 @@ ROWS_OF_A_READ = 8  # rows whose products take as long as reading a key and its 
 
 
 class Lengths(NamedTuple):
-    """The table of sequences (`tiles.SEQUENCE_FIELDS`), and the sizes that the host derives from it."""
+    """The table of sequences (`tables.SEQUENCE_FIELDS`), and the sizes that the host derives from it."""
 
     table: np.ndarray
     batch: int

@@ -14,7 +14,7 @@ from . import targets
 from .jit import function_address
 from .kernels.codegen import Code, Source
 from .kernels.matrix_tiles import REGISTERS, matrix_tiles
-from .kernels.operands import ADDRESS, LONG
+from .kernels.operands import ADDRESS, LONG, REAL_TYPES
 from .targets import Target
 from .threads import WORKER
 from .variant import Variant
@@ -50,7 +50,7 @@ def best_seconds(run: Any, address: int) -> float:
 
 def source(variant: Variant, target: Target) -> Source:
     """`multiply_add(x)`: `x = x / 2 + 1` in each step, on as many vectors as a kernel has accumulators."""
-    code = Code(target, variant.real_type)
+    code = Code(target, REAL_TYPES[variant.real_dtype])
     with code.function(NAME, ADDRESS, public=True) as (block,):
         x = code.pointer(block)
         places = [n * code.lanes for n in range(target.vectors * target.rows)]
@@ -65,7 +65,7 @@ def source(variant: Variant, target: Target) -> Source:
 
 def source_of_tiles(variant: Variant, target: Target) -> Source:
     """`multiply_tiles(x)`: products of zeros, added to as many tiles as a kernel has accumulators."""
-    code = Code(target, variant.real_type)
+    code = Code(target, REAL_TYPES[variant.real_dtype])
     with code.function(OF_TILES, ADDRESS, public=True):
         tiles = matrix_tiles(code)
         tiles.configure()

@@ -1,7 +1,7 @@
 """Planning for the CPU backend, without LLVM: which problems it supports, tile sizes, splits."""
 
 import functools
-import importlib.util
+import importlib.metadata
 import platform
 import re
 from typing import NamedTuple
@@ -38,13 +38,13 @@ class TileConfig(NamedTuple):
 @functools.cache
 def unusable() -> str | None:
     """The reason why this backend cannot run on this machine; `None` if it can."""
-    if importlib.util.find_spec("llvmlite") is None:
+    try:
+        installed = importlib.metadata.version("llvmlite")  # without importing it
+    except importlib.metadata.PackageNotFoundError:
         return "llvmlite is not installed"
-    import llvmlite  # not its bindings to LLVM
-
-    if tuple(int(x) for x in re.findall(r"\d+", llvmlite.__version__)[:2]) < OLDEST_LLVMLITE:
+    if tuple(int(x) for x in re.findall(r"\d+", installed)[:2]) < OLDEST_LLVMLITE:
         needed = ".".join(map(str, OLDEST_LLVMLITE))
-        return f"llvmlite {llvmlite.__version__} is installed, and it needs {needed} or newer"
+        return f"llvmlite {installed} is installed, and it needs {needed} or newer"
     if platform.machine().lower() not in MACHINES:
         return f"it has no kernels for {platform.machine()}"
     return None

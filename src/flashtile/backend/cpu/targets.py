@@ -1,4 +1,4 @@
-"""Compilation targets: a processor, its vector width, and the size of the kernels' accumulator tiles."""
+"""Compilation targets: vectors of a width with the size of the kernels' accumulator tiles, and processors."""
 
 import ctypes
 import functools
@@ -13,11 +13,9 @@ VECTORS_VARIABLE = "FLASHTILE_CPU_VECTORS"
 
 
 class Target(NamedTuple):
-    """A processor, for the compiler, and the microkernel sizes that suit its registers, for the generators."""
+    """Vectors, and the microkernel sizes that suit their registers, for the generators."""
 
-    triple: str
-    cpu: str
-    features: str  # LLVM's list, "+avx2,-avx512f,..."
+    width: str  # their name
     vector_bytes: int
     vectors: int  # accumulator tile: this many vectors of query rows ...
     rows: int  # ... by this many keys or value features
@@ -26,11 +24,22 @@ class Target(NamedTuple):
     tiles: str | None = None  # whose bfloat16 matrix tiles: "amx", or "emulated", with other instructions
 
 
-# By name, widest first: the features that a processor must have, and the accumulator tile that fits its registers.
-AVX512, AVX2 = ("avx512f", "avx512bw", "avx512dq", "avx512vl"), ("avx2", "fma", "f16c")
+class Processor(NamedTuple):
+    """A processor, for the compiler."""
+
+    triple: str
+    cpu: str
+    features: str = ""  # LLVM's list, "+avx2,-avx512f,..."
+
+
+# By name, widest first: the features that a processor must have, and the accumulator tile that fits its registers. They
+# include all of the generic processor below, for which narrower vectors than a processor's and archives are compiled.
+AVX2 = ("avx2", "fma", "f16c", "bmi", "bmi2", "lzcnt", "movbe")
+AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+AMX = ("amx-tile", "amx-bf16")
 WIDE: dict[str, Any] = {"vector_bytes": 64, "vectors": 4, "rows": 6}
 WIDTHS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "amx": ((*AVX512, "amx-tile", "amx-bf16"), WIDE | {"tiles": "amx"}),
+    "amx": ((*AVX512, *AMX), WIDE | {"tiles": "amx"}),
     "avx512": (AVX512, WIDE),
     "avx2": (AVX2, {"vector_bytes": 32, "vectors": 2, "rows": 6}),
     "baseline": ((), {"vector_bytes": 16, "vectors": 2, "rows": 6}),
@@ -40,21 +49,27 @@ WIDTHS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 VECTORS_BESIDE = {"amx": "avx512", "amx-emulated": "avx2"}
 X86_WIDTHS = ("amx", "avx512", "avx2", "baseline", "amx-emulated")
 NARROWEST = 16  # bytes of a vector
-GENERIC_CPUS = {
-    "amx": "sapphirerapids",
-    "avx512": "x86-64-v4",
-    "avx2": "x86-64-v3",
-    "baseline": "x86-64",
-    "neon": "generic",
-    "amx-emulated": "x86-64-v3",
+GENERIC = {
+    "amx": ("x86-64-v4", ",".join(f"+{x}" for x in AMX)),
+    "avx512": ("x86-64-v4", ""),
+    "avx2": ("x86-64-v3", ""),
+    "baseline": ("x86-64", ""),
+    "neon": ("generic", ""),
+    "amx-emulated": ("x86-64-v3", ""),
 }
+NAMES_OF_LINUX = {"amx_tile": "amx-tile", "amx_bf16": "amx-bf16", "bmi1": "bmi", "abm": "lzcnt", "asimd": "neon"}
 ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # numbers of Linux on x86-64
 
 
-def make_target(width: str, triple: str, cpu: str | None = None, features: str = "") -> Target:
-    """A target with vectors of this width; without `cpu`, for any processor that has them."""
+def make_target(width: str) -> Target:
+    """The target with vectors of this width."""
     hardware = width != "baseline"
-    return Target(triple, cpu or GENERIC_CPUS[width], features, **WIDTHS[width][1], fma=hardware, half=hardware)
+    return Target(width, **WIDTHS[width][1], fma=hardware, half=hardware)
+
+
+def generic(width: str, triple: str) -> Processor:
+    """Any processor with vectors of this width."""
+    return Processor(triple, *GENERIC[width])
 
 
 def misconfigured() -> str | None:
@@ -80,6 +95,13 @@ def host() -> Target:
     return _host(requested_width())
 
 
+@functools.cache
+def _host(requested: str | None) -> Target:
+    if (reason := misconfigured()) is not None:
+        raise BackendError(reason, {}, works="tiled")
+    return make_target(requested or usable_widths()[0])
+
+
 def host_width(tiles: bool) -> str:
     """The name of this machine's widest vectors, or of its matrix tiles if a kernel uses them."""
     width = requested_width() or usable_widths()[0]
@@ -89,12 +111,23 @@ def host_width(tiles: bool) -> str:
 @functools.cache
 def usable_widths() -> list[str]:
     """Vector widths that this processor has, widest first."""
+    widths = ("neon",) if platform.machine().lower() in ("arm64", "aarch64") else X86_WIDTHS
+    usable = [width for width in widths if host_features().issuperset(WIDTHS[width][0])]
+    return usable[1:] if usable[0] == "amx" and not tiles_permitted() else usable
+
+
+@functools.cache
+def host_features() -> frozenset[str]:
+    """This processor's features, by LLVM's names. Linux lists them in less time than LLVM takes to load."""
+    if sys.platform == "linux":
+        with open("/proc/cpuinfo") as file:
+            lines = (line.partition(":") for line in file)
+            listed = next((x for name, _, x in lines if name.strip() in ("flags", "Features")), None)
+        if listed is not None:
+            return frozenset(NAMES_OF_LINUX.get(x, x) for x in listed.split())
     from llvmlite import binding as llvm
 
-    host_features = llvm.get_host_cpu_features()
-    widths = ("neon",) if platform.machine().lower() in ("arm64", "aarch64") else X86_WIDTHS
-    usable = [width for width in widths if all(host_features.get(x) for x in WIDTHS[width][0])]
-    return usable[1:] if usable[0] == "amx" and not tiles_permitted() else usable
+    return frozenset(name for name, present in llvm.get_host_cpu_features().items() if present)
 
 
 def tiles_permitted() -> bool:
@@ -105,14 +138,12 @@ def tiles_permitted() -> bool:
 
 
 @functools.cache
-def _host(requested: str | None) -> Target:
+def processor(width: str) -> Processor:
+    """The processor that code is compiled for here: this one, but any with these vectors where it has wider ones."""
     from llvmlite import binding as llvm
 
-    if (reason := misconfigured()) is not None:
-        raise BackendError(reason, {}, works="tiled")
-    triple, cpu, host_features = llvm.get_process_triple(), llvm.get_host_cpu_name(), llvm.get_host_cpu_features()
-    usable = usable_widths()
-    if requested is not None and requested != usable[0]:
-        return make_target(requested, triple)
-    host_features["prefer-256-bit"] = False  # with it, LLVM splits 512-bit vectors
-    return make_target(usable[0], triple, cpu, host_features.flatten())
+    triple, features = llvm.get_process_triple(), llvm.get_host_cpu_features()
+    if width != usable_widths()[0]:
+        return generic(width, triple)
+    features["prefer-256-bit"] = False  # with it, LLVM splits 512-bit vectors
+    return Processor(triple, llvm.get_host_cpu_name(), features.flatten())

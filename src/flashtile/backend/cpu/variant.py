@@ -1,18 +1,15 @@
 """A kernel's compile-time parameters (`Variant`) and its runtime arguments (`FIELDS` of the argument block)."""
 
+import math
 from typing import NamedTuple
-
-from llvmlite import ir
 
 from ...call.call import HEAD_TERMS
 from ...expression import Formula
 from ...expression.derivative import Load
 from ...expression.program import joined
-from .kernels.codegen import Code
-from .kernels.elementary import LOG2E
-from .kernels.operands import ADDRESS, DOUBLE, FLOAT, LONG, Pointer, Value
 
-FORWARD, BACKWARD = "forward", "backward"  # names of the compiled functions
+FORWARD, BACKWARD, TABLE = "forward", "backward", "distance_table"  # names of the compiled functions
+LOG2E = math.log2(math.e)
 
 
 class Variant(NamedTuple):
@@ -37,12 +34,8 @@ class Variant(NamedTuple):
     tiles: bool = False  # products of bfloat16 matrix tiles; forward only
 
     @property
-    def real_type(self) -> ir.Type:
-        """The type of scores, sums and accumulators."""
-        return DOUBLE if self.dtype == "float64" else FLOAT
-
-    @property
     def real_dtype(self) -> str:
+        """The dtype of scores, sums and accumulators."""
         return "float64" if self.dtype == "float64" else "float32"
 
     @property
@@ -89,6 +82,14 @@ class Variant(NamedTuple):
         return 1.0 if self.natural_units else LOG2E
 
 
+class TableVariant(NamedTuple):
+    """The properties that the code of a table of distances depends on."""
+
+    real_dtype: str
+    term: Formula
+    wide: bool  # whether offsets in its tensors need 64 bits
+
+
 class TaskSplit(NamedTuple):
     """The tasks of a backward pass. Each owns the gradients of its keys, and every element of dbias that it adds to."""
 
@@ -114,26 +115,3 @@ dbias_b dbias_h dbias_i dbias_j share_b share_h total_keys out_is_real residual
 """
 REALS = "factor scale softcap_scale keep_scale"
 FIELDS = (*(ADDRESSES + INTEGERS + REALS).split(), *HEAD_TERMS, *(f"{symbol}_b" for symbol in HEAD_TERMS))
-
-
-class Arguments:
-    """The argument block in generated code: `a.integer("head_dim")` is that field, loaded at a function's start."""
-
-    def __init__(self, code: Code, block: Value):
-        self.code, self.block = code, block
-        self._loaded: dict[tuple[str, ir.Type], Value] = {}
-
-    def _field(self, name: str, kind: ir.Type) -> Value:
-        if (name, kind) not in self._loaded:
-            with self.code.function_start():
-                self._loaded[name, kind] = (self.code.pointer(self.block, LONG) + FIELDS.index(name)).load(kind)
-        return self._loaded[name, kind]
-
-    def pointer(self, name: str, kind: ir.Type | None = None) -> Pointer:
-        return self.code.pointer(self._field(name, ADDRESS), kind)
-
-    def integer(self, name: str) -> Value:
-        return self._field(name, LONG)
-
-    def real(self, name: str) -> Value:
-        return self.code.convert(self._field(name, DOUBLE), self.code.real_type)

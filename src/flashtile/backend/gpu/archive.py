@@ -1,18 +1,11 @@
-"""Archives of kernels that were compiled ahead, one file for each architecture: zip files.
+"""Archives of GPU kernels that were compiled ahead, one file for each architecture (`backend.archive`).
 
-`index.json` has, for each kernel, its parameters and its binaries by key (`signature.key_of`); a binary is the file
-named after the SHA-256 of its machine code. The file's comment is the SHA-256 of the index. An archive is for the
-sources that it was made from: their hash is in the index. One that does not fit is ignored with one warning.
+The index has, for each kernel, its parameters and its binaries by key (`signature.key_of`).
 """
 
-import contextlib
 import functools
-import hashlib
-import json
 import os
-import threading
-import warnings
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...call.device import describe_device
-from ...errors import AttentionWarning
+from ..archive import ArchiveFile, hash_of, open_archive, warn
 from .binary import Binary
 from .driver import driver
 from .installed import triton_version
@@ -29,10 +22,6 @@ from .pointers import Slots, resolved
 from .signature import QuickKeys, key_of
 
 KERNELS_VARIABLE = "FLASHTILE_KERNELS"
-NO_ARCHIVE = "none"  # the variable's value for it
-FORMAT = 1
-INDEX = "index.json"
-PACKAGE = Path(__file__).parents[2]
 GENERATORS = ("backend/gpu/generated.py", "backend/gpu/grouped.py", "backend/gpu/captured.py")
 SOURCES = {  # files that kernels are made from, by backend: all below a folder, or one
     "hopper": ("backend/hopper/kernels", "backend/hopper/tile_config.py", "call/call.py", *GENERATORS),
@@ -40,7 +29,7 @@ SOURCES = {  # files that kernels are made from, by backend: all below a folder,
 }
 
 
-class Archive:
+class Archive(ArchiveFile):
     """An open archive for one architecture.
 
     Raises:
@@ -48,22 +37,8 @@ class Archive:
     """
 
     def __init__(self, path: Path, arch: str, library: Any = driver):
-        import zipfile  # not needed by `import flashtile`
-
-        with readable("it"):
-            self.file = zipfile.ZipFile(path)
-            text = self.file.read(INDEX)
-        if hashlib.sha256(text).hexdigest().encode() != self.file.comment:
-            raise ValueError("its index was altered")
-        self.path, self.arch, self.index = path, arch, json.loads(text)
-        if self.index["format"] != FORMAT:
-            raise ValueError(f"its format is {self.index['format']}; this version reads {FORMAT}")
-        if self.index["arch"] != arch:
-            raise ValueError(f"its kernels are for {self.index['arch']}, not for {arch}")
-        if self.index["sources"] != sources():
-            raise ValueError("its kernels were made from other sources than this version has")
+        super().__init__(path, arch, sources())
         self.driver = library()
-        self.lock = threading.RLock()  # guards the file, which counts its readers
         self.binaries: dict[tuple[Kernel, str], Binary] = {}
         self.quick: dict[Kernel, tuple[QuickKeys, dict[Hashable, Binary | None]]] = {}
 
@@ -116,46 +91,11 @@ class Archive:
             binary = self.binaries[kernel, key] = Binary(known["parameters"], facts, image, self.driver)
         return binary
 
-    def image(self, digest: str) -> bytes:
-        """Machine code by its hash.
-
-        Raises:
-            ValueError: it is damaged, or this Python has no lzma.
-        """
-        with self.lock, readable("a kernel"):
-            image = self.file.read(digest)
-        if hashlib.sha256(image).hexdigest() != digest:
-            raise ValueError("a kernel was altered")
-        return image
-
-
-@contextlib.contextmanager
-def readable(what: str) -> Iterator[None]:
-    """Turn all that `zipfile` and its decompressors raise about a damaged file into a ValueError; a missing module of
-    theirs too.
-    """
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:
-        raise ValueError(f"{what} cannot be unpacked: {type(error).__name__}: {error}") from error
-
 
 @functools.cache
 def sources() -> dict[str, str]:
     """The hash of the kernels' sources, by backend."""
     return {backend: hash_of(paths) for backend, paths in SOURCES.items()}
-
-
-def hash_of(paths: Sequence[str]) -> str:
-    found = hashlib.sha256()
-    for path in paths:
-        top = PACKAGE / path
-        for file in [top] if top.is_file() else sorted(top.rglob("*.py")):
-            content = file.read_bytes()
-            found.update(f"{file.relative_to(PACKAGE).as_posix()} {len(content)}\n".encode() + content)
-    return found.hexdigest()
 
 
 # The archives of a process ------------------------------------------------------------------------------------------
@@ -177,14 +117,7 @@ def archive_for(arch: str) -> Archive | None:
     """The archive for an architecture, such as "sm_90"."""
     if arch in _archives:
         return _archives[arch]
-    configured = os.environ.get(KERNELS_VARIABLE)
-    found, path = None, Path(configured) if configured else PACKAGE / file_name(arch)
-    if configured != NO_ARCHIVE and (configured or path.is_file()):
-        try:
-            found = Archive(path, arch)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            warn(path, error)
-    return _archives.setdefault(arch, found)
+    return _archives.setdefault(arch, open_archive(arch, KERNELS_VARIABLE, lambda path: Archive(path, arch)))
 
 
 def compiler_version(arch: str) -> tuple[int, ...] | None:
@@ -193,14 +126,10 @@ def compiler_version(arch: str) -> tuple[int, ...] | None:
     return triton_version() if archive is None else archive.version
 
 
-def file_name(arch: str) -> str:
-    return f"kernels-{arch}.zip"
-
-
 def give_up(archive: Archive, error: Exception) -> None:
     """Compile the kernels of an archive from now on, because of this error."""
     if _archives.get(archive.arch) is archive:
-        warn(archive.path, error)
+        warn(archive.path, KERNELS_VARIABLE, error)
     _archives[archive.arch] = None
     _devices.clear()
 
@@ -213,15 +142,6 @@ def forget() -> None:
 
 if hasattr(os, "register_at_fork"):  # a child would read at its parent's position in the file, under its locks
     os.register_at_fork(after_in_child=forget)
-
-
-def warn(path: Path, error: Exception) -> None:
-    warnings.warn(
-        f"the archive of kernels {path} is not used, so that they are compiled at first use: {error}\n"
-        f"  `flashtile build-kernels` makes one; {KERNELS_VARIABLE}={NO_ARCHIVE} does without",
-        AttentionWarning,
-        stacklevel=2,
-    )
 
 
 def find(

@@ -15,7 +15,7 @@ from typing import Any
 from ....expression.blocks import HIDDEN
 from ..targets import Target
 from ..variant import BACKWARD, Variant
-from ..workspace import BLOCK_N, Layout, backward_layout, round_up
+from ..workspace import BLOCK_N, ROWS_PER_CARRY, Layout, backward_layout, round_up
 from .blocks import narrow_bounds, visible_keys
 from .codegen import Code, Source
 from .dbias import accumulate_dbias
@@ -31,7 +31,7 @@ from .operands import BIT, Pointer, Value
 from .products import Panel, declare_scores, score_product
 from .rng import apply_dropout
 from .scores import distance, final_score, product_gradient
-from .sums import ROWS_PER_CARRY, carry, carry_due, needs_totals
+from .sums import carry, carry_due, needs_totals
 from .tiles import copy_rows, fill_row_tables, load_transposed, make_task, num_valid_rows, panel_rows, rows_in_use
 
 
@@ -47,7 +47,7 @@ class BackwardKernel(Kernel):
     SHARED = ("clear_keys", "carry_keys", "load_rows", "compute_delta", "add_key_gradient")
 
     def buffers(self, *sizes: Any) -> Layout:
-        return backward_layout(self.code.real_type, self.panel.rows, self.code.lanes, *sizes)
+        return backward_layout(self.panel.rows, self.code.lanes, *sizes)
 
     @classmethod
     def declare_products(cls, code: Code, panel: Panel, variant: Variant) -> None:

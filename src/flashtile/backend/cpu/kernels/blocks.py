@@ -1,23 +1,14 @@
-"""Blocks of keys that a panel of rows sees, by the table of the mask function (`cpu.blocks`).
-
-A byte of the table is the state of a block, and the first and the last of its parts that are not hidden. Without a
-table each block may have hidden pairs.
+"""Blocks of keys that a panel of rows sees, by the table of the mask function (`cpu.blocks`). Without one each block
+may have hidden pairs.
 """
 
 from typing import NamedTuple
 
 from ....expression.blocks import FULL, HIDDEN, PARTIAL
-from ..workspace import BLOCK_N, BLOCK_PARTS
+from ..tables import FIRST_BIT, LAST_BIT, PART, entry
+from ..workspace import BLOCK_N
 from .kernel import Kernel
 from .operands import BYTE, LONG, Pointer, Value
-
-PART = BLOCK_N // BLOCK_PARTS  # keys
-FIRST_BIT, LAST_BIT = 2, 4
-
-
-def entry(state: int, first: int = 0, last: int = BLOCK_PARTS - 1) -> int:
-    """The byte of a block; `state` is that of its parts from `first` to `last`."""
-    return state | first << FIRST_BIT | last << LAST_BIT
 
 
 class VisibleKeys(NamedTuple):

@@ -11,19 +11,14 @@ from typing import NamedTuple
 from llvmlite import ir as llvm
 
 from ....expression.program import TensorType
+from ..tables import STORED_DTYPES, stored_dtype
 from .codegen import Code
 from .formats import widen
 from .operands import ADDRESS, BIT, BYTE, DOUBLE, FLOAT, INT, LONG, SHORT, SIZES, Pointer, Value, element_type
 
-STORAGE = {
-    "float32": FLOAT, "float64": DOUBLE, "bfloat16": SHORT, "float16": SHORT, "bool": BYTE, "uint8": BYTE,
-    "int8": BYTE, "uint16": SHORT, "int16": SHORT, "uint32": INT, "int32": INT, "int64": LONG,
-}  # fmt: skip
-
-
-def stored_dtype(dtype: str) -> str:
-    """The dtype in which kernels read a captured tensor. The host converts others, such as float8."""
-    return dtype if dtype in STORAGE else "float32"
+STORAGE: dict[str, llvm.Type] = dict(
+    zip(STORED_DTYPES, (FLOAT, DOUBLE, SHORT, SHORT, BYTE, BYTE, BYTE, SHORT, SHORT, INT, INT, LONG), strict=True)
+)
 
 
 def table_offsets(tensors: tuple[TensorType, ...]) -> list[int]:

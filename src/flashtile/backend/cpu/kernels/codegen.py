@@ -58,7 +58,6 @@ class Code:
     def __init__(self, target: Target, real_type: llvm.Type, is_part: bool = False):
         self.is_part, self.parts = is_part, dict[str, dict[str, Callable[[Code], None]]]()
         self.module = llvm.Module("flashtile")
-        self.module.triple = target.triple
         self.target, self.real_type = target, real_type
         self.lanes = target.vector_bytes // SIZES[real_type]
         # The integer type for a real's bits.

@@ -2,9 +2,10 @@
 Splits are added in order, so results do not depend on which one is the last.
 """
 
-from ..variant import Arguments
+from ..variant import LOG2E
 from .codegen import Code
-from .elementary import LN2, LOG2E, exp2, log2
+from .elementary import LN2, exp2, log2
+from .fields import Arguments
 from .formats import store, store_vector
 from .kernel import COUNTERS, Kernel
 from .operands import BYTE, LONG, Pointer, Value

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
-from ..variant import Arguments
-from ..workspace import Workspace, round_up
+from ..workspace import round_up
+from .buffers import Workspace
 from .codegen import Code
+from .fields import Arguments
 from .kernel import Kernel
 from .operands import LONG, Pointer, Value
 from .products import accumulate

@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..variant import LOG2E
 from .codegen import Code
 from .operands import DOUBLE, Value
 
-LOG2E, LN2 = math.log2(math.e), math.log(2)
+LN2 = math.log(2)
 LN2_ERROR = 2.3190468138462996e-17  # log(2) - LN2
 
 

@@ -39,7 +39,7 @@ class ForwardKernel(Kernel):
     SHARED = ("clear_totals", "carry", "softmax", "epilogue", "combine")
 
     def buffers(self, *sizes: Any) -> Layout:
-        return forward_layout(self.code.real_type, self.panel.rows, *sizes)
+        return forward_layout(self.panel.rows, *sizes)
 
     @classmethod
     def declare_products(cls, code: Code, panel: Panel, variant: Variant) -> None:

@@ -7,14 +7,16 @@ from typing import Any, Self
 from ....expression import Formula
 from ....expression.blocks import FULL, HIDDEN, PARTIAL
 from ..targets import Target
-from ..variant import Arguments, Variant
-from ..workspace import Layout, Workspace, write_addresses
+from ..variant import Variant
+from ..workspace import Layout
+from .buffers import Workspace, write_addresses
 from .captured import Captured
 from .codegen import Code, Source
+from .fields import Arguments
 from .formats import STORAGE_TYPES
 from .formula import Emitter
 from .masking import mask_state
-from .operands import ADDRESS, BYTE, INT, LONG, Pointer, Value
+from .operands import ADDRESS, BYTE, INT, LONG, REAL_TYPES, Pointer, Value
 from .products import Panel
 from .scores import ScoreTables
 from .stages import StagedCode, staged
@@ -206,7 +208,7 @@ class Kernel:
 
 def kernel_source(kernel_class: type[Kernel], name: str, variant: Variant, target: Target) -> Source:
     """The LLVM module of a kernel, `name(block)`; any number of threads may run it at once."""
-    code = Code(target, variant.real_type)
+    code = Code(target, REAL_TYPES[variant.real_dtype])
     panel = Panel(code, variant.vectors)
     kernel_class.declare_products(code, panel, variant)
     with code.function(name, ADDRESS, public=True) as (block,):

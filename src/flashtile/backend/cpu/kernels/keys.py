@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..variant import Arguments, Variant
+from ..variant import Variant
 from .codegen import Code
+from .fields import Arguments
 from .formats import STORAGE_TYPES, load, load_vector
 from .operands import LONG, Pointer, Value
 from .tiles import Task

@@ -4,9 +4,9 @@ import math
 from typing import NamedTuple, Self
 
 from ....expression.blocks import FULL, HIDDEN, PARTIAL
-from ..variant import Arguments
-from ..workspace import Workspace
+from .buffers import Workspace
 from .codegen import Code
+from .fields import Arguments
 from .operands import BYTE, INT, Pointer, Value
 
 

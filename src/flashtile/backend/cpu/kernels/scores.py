@@ -9,9 +9,10 @@ scores.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..variant import Arguments, Variant
+from ..variant import Variant
 from .codegen import Code
 from .elementary import tanh
+from .fields import Arguments
 from .operands import INT, Pointer, Value
 from .stages import StagedCode
 

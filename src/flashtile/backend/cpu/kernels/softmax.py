@@ -6,10 +6,11 @@ A sink is a key without a value, so it is the initial state of its rows. A row t
 
 import math
 
-from ..variant import Arguments, Variant
-from ..workspace import Workspace
+from ..variant import Variant
+from .buffers import Workspace
 from .codegen import Code
 from .elementary import LN2, exp2, log2
+from .fields import Arguments
 from .operands import Pointer, Value
 from .products import Panel
 from .tiles import Task, num_valid_rows, panel_rows

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 from ....expression.derivative import Load
 from ....expression.program import Instruction, Program, emit_instruction
+from ..tables import GRADIENT_DIMENSIONS
 from .formula import Emitter
 from .operands import Value
 
 UNIFORM, ROW, KEY = 0, 1, 2  # the bits of a stage
 PAIR = ROW | KEY
-GRADIENT_DIMENSIONS = 4  # of a captured tensor's gradient, before the tensor's own (`captured_gradients`)
 INPUT_STAGES = {"score": PAIR, "b": UNIFORM, "h": ROW, "q_idx": ROW, "k_idx": KEY}
 
 

@@ -12,8 +12,6 @@ from .codegen import Code
 from .operands import Pointer, Value
 
 BLOCKS_PER_CARRY = 16  # key blocks in a recent sum
-ROWS_PER_CARRY = 1024  # query rows in a recent sum
-MAX_PLAIN_TERMS = 96  # terms of a sum that needs no total
 
 
 def needs_totals(lo: Value, hi: Value) -> Value:

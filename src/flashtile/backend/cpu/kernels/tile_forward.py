@@ -53,7 +53,7 @@ class TileKernel(ForwardKernel):
     """Emits the code of one task."""
 
     def buffers(self, *sizes: Any) -> Layout:
-        return tile_layout(self.code.real_type, self.panel.rows, *sizes)
+        return tile_layout(self.panel.rows, *sizes)
 
     @classmethod
     def declare_products(cls, code: Code, panel: Panel, variant: Variant) -> None:

@@ -10,16 +10,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from ..variant import Arguments, Variant
-from ..workspace import Workspace
+from ..tables import SEQUENCE_FIELDS, UNLIMITED
+from ..variant import Variant
+from .buffers import Workspace
 from .codegen import Code
+from .fields import Arguments
 from .formats import load, load_vector, store, store_vector, transpose
 from .operands import ADDRESS, INT, LONG, Pointer, Value
 from .products import Panel
-
-# A row of the table of sequences (`lengths.Lengths.table`).
-SEQUENCE_FIELDS = ("first_task", "q_first", "k_first", "seqlen_q", "seqlen_k", "leftpad")
-UNLIMITED = 2**40  # a side of a window without bound
 
 
 class TaskFields(NamedTuple):
