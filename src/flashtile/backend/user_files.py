@@ -109,16 +109,16 @@ def private_place(*names: str) -> Path:
 
 
 @contextlib.contextmanager
-def locked(*names: str) -> Iterator[None]:
+def locked(*names: str, patience: float | None = None) -> Iterator[None]:
     """Let no other process in that makes the same file, so that one makes it and the others find it. Where there are no
-    locks, or another process has one for `LONGEST_WAIT` seconds, each makes it for itself.
+    locks, or another process has one for `patience` seconds (`LONGEST_WAIT`), each makes it for itself.
     """
     handle, path = None, None
     try:
         path = private_place(*names[:-1], names[-1] + LOCK)
         if FILE_LOCKS and path not in _held:  # a signal handler may need what it has interrupted
             handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
-            wait_for(handle)
+            wait_for(handle, LONGEST_WAIT if patience is None else patience)
             _held.add(path)
     except OSError:  # a folder that is only read, or a file system without locks
         path = None
@@ -133,13 +133,13 @@ def locked(*names: str) -> Iterator[None]:
             os.close(handle)
 
 
-def wait_for(handle: int) -> None:
+def wait_for(handle: int, patience: float) -> None:
     """Lock an open file.
 
     Raises:
         OSError: it cannot be locked, or not in time.
     """
-    latest = time.monotonic() + LONGEST_WAIT
+    latest = time.monotonic() + patience
     while True:
         try:
             return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

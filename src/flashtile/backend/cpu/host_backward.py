@@ -20,7 +20,7 @@ from .blocks import BlockTable, table_strides, table_tensors
 from .captured_gradients import CapturedGradients, captured_gradients
 from .distance_table import needs_with_table, with_distance_table, without_table
 from .epilogue import gather_pages, scatter_to_pages, slope_gradient, without_padding
-from .jit import function_address
+from .jit import address_of, function_address
 from .kernels import sums
 from .kernels.codegen import Source
 from .launch import KernelLaunch, TensorSpec, run
@@ -293,6 +293,6 @@ def backward_launch(
         "share_h": split.share_h,
         "work_size": workspace.num_bytes(workspace.backward_layout, *layout),
     }
-    worker = threads.WORKER(backward_address(variant, targets.host()))
+    worker = threads.WORKER(address_of(backward_address, variant, targets.host()))
     count = min(split.tasks, max_threads(call, lengths, rows))
     return KernelLaunch(worker, args.pack(values), count, values["work_size"], lengths, split.splits, blocks=table)

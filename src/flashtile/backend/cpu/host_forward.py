@@ -15,7 +15,7 @@ from . import arguments as args
 from . import targets, threads, workspace
 from .blocks import BlockTable, table_strides, table_tensors
 from .distance_table import with_distance_table
-from .jit import function_address
+from .jit import address_of, function_address
 from .kernels.codegen import Source
 from .launch import KernelLaunch, TensorSpec, run
 from .lengths import chunk, lengths, max_threads, used_splits
@@ -133,7 +133,7 @@ def forward_launch(
         "work_size": workspace.num_bytes(layout, variant.real_type, rows, panels, *widths),
     }
     launch = KernelLaunch(
-        threads.WORKER(forward_address(variant, target)),
+        threads.WORKER(address_of(forward_address, variant, target)),
         args.pack(values),
         0,
         values["work_size"],

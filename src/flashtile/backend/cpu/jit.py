@@ -16,8 +16,9 @@ import hashlib
 import itertools
 import struct
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import llvmlite
 import numpy as np
@@ -25,6 +26,7 @@ from llvmlite import binding as llvm
 
 from ...locks import process_lock
 from .. import user_files
+from ..compiling import compiling
 from .targets import Target
 
 if TYPE_CHECKING:
@@ -52,6 +54,36 @@ def source_files(folder: Any) -> Iterator[Any]:
             yield from source_files(file)
         elif file.name.endswith(".py"):
             yield file
+
+
+_collected: ContextVar["set[CpuKernel] | None"] = ContextVar("collected", default=None)
+
+
+class CpuKernel(NamedTuple):
+    """A kernel by everything that determines its code, and the function that compiles it."""
+
+    compiled: Callable[[Any, Target], int]
+    variant: Any
+    target: Target
+
+
+@contextlib.contextmanager
+def collected_kernels() -> Iterator[set[CpuKernel]]:
+    """Inside, kernels are collected: none is compiled, and none runs."""
+    found: set[CpuKernel] = set()
+    token = _collected.set(found)
+    try:
+        yield found
+    finally:
+        _collected.reset(token)
+
+
+def address_of(compiled: Callable[[Any, Target], int], variant: Any, target: Target) -> int:
+    """The address `compiled(variant, target)` of a kernel; 0 where kernels are collected."""
+    if (collected := _collected.get()) is None:
+        return compiled(variant, target)
+    collected.add(CpuKernel(compiled, variant, target))
+    return 0
 
 
 PACKAGE = resources.files("flashtile.backend.cpu")
@@ -99,7 +131,8 @@ def found_or_made(key: Any, target: Target, make: Callable[[], bytes]) -> bytes:
         with user_files.locked(FOLDER, file):
             content = read_object(file)  # which another process may have made meanwhile
             if content is None:
-                content = make()
+                with compiling(lambda: user_files.directory() / FOLDER):
+                    content = make()
                 if hash_sources(PACKAGE) == SOURCES_HASH:  # not if they were edited since
                     write_object(file, content)
     return content
