@@ -17,11 +17,12 @@ from ..backend.gpu.archive import KERNELS_VARIABLE
 from ..backend.gpu.origin import archive_in_words
 from ..backend.user_files import CACHE_VARIABLE
 from ..call.device import describe_device
+from ..dispatch.observed import LOG_VARIABLE
 from ..dispatch.planner import BACKEND_VARIABLE, backends
 from .options import json_option, print_json
 
 PACKAGES = ("numpy", "triton", "llvmlite", "numba", "matplotlib", "flash_attn")
-VARIABLES = (BACKEND_VARIABLE, CACHE_VARIABLE, VECTORS_VARIABLE, KERNELS_VARIABLE, ARCH_VARIABLE)
+VARIABLES = (BACKEND_VARIABLE, CACHE_VARIABLE, VECTORS_VARIABLE, KERNELS_VARIABLE, LOG_VARIABLE, ARCH_VARIABLE)
 
 
 def arguments(parser: ArgumentParser) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ..backend.gpu.archive import FORMAT, INDEX, sources
 from ..backend.gpu.installed import triton_version
+from ..backend.gpu.kernel import function_under_jit
 from ..backend.gpu.replay import Launch
 from ..backend.gpu.signature import CONSTANT, PLAIN, SPECIALIZED, key_of
 from .cubin import without_debug
@@ -85,7 +86,7 @@ def distinct(launches: Iterator[Launch]) -> Iterator[Launch]:
 
 
 def key_of_launch(launch: Launch) -> str:
-    parameters = parameters_of(launch.kernel.function())
+    parameters = parameters_of(function_under_jit(launch.kernel))
     names = {name for name, _ in parameters}
     options = {name: x for name, x in launch.scalars.items() if name not in names}
     return key_of(parameters, {**launch.scalars, **launch.pointers}, options)
