@@ -31,6 +31,7 @@ from .signature import QuickKeys, key_of
 KERNELS_VARIABLE = "FLASHTILE_KERNELS"
 NO_ARCHIVE = "none"  # the variable's value for it
 FORMAT = 1
+ALSO_FOR = {"sm_89": "sm_86"}  # architectures that run the machine code of another one, with as much shared memory
 INDEX = "index.json"
 PACKAGE = Path(__file__).parents[2]
 GENERATORS = ("backend/gpu/generated.py", "backend/gpu/grouped.py", "backend/gpu/captured.py")
@@ -58,7 +59,7 @@ class Archive:
         self.path, self.arch, self.index = path, arch, json.loads(text)
         if self.index["format"] != FORMAT:
             raise ValueError(f"its format is {self.index['format']}; this version reads {FORMAT}")
-        if self.index["arch"] != arch:
+        if self.index["arch"] not in (arch, ALSO_FOR.get(arch)):
             raise ValueError(f"its kernels are for {self.index['arch']}, not for {arch}")
         if self.index["sources"] != sources():
             raise ValueError("its kernels were made from other sources than this version has")
@@ -178,13 +179,20 @@ def archive_for(arch: str) -> Archive | None:
     if arch in _archives:
         return _archives[arch]
     configured = os.environ.get(KERNELS_VARIABLE)
-    found, path = None, Path(configured) if configured else PACKAGE / file_name(arch)
+    found, path = None, Path(configured) if configured else packaged(arch)
     if configured != NO_ARCHIVE and (configured or path.is_file()):
         try:
             found = Archive(path, arch)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             warn(path, error)
     return _archives.setdefault(arch, found)
+
+
+def packaged(arch: str) -> Path:
+    """The package's archive for an architecture, or its name."""
+    other = PACKAGE / file_name(ALSO_FOR.get(arch, arch))
+    own = PACKAGE / file_name(arch)
+    return other if other.is_file() and not own.is_file() else own
 
 
 def compiler_version(arch: str) -> tuple[int, ...] | None:
