@@ -3,11 +3,11 @@
     python benchmarks/first_calls.py --out results
     python benchmarks/first_calls.py --device cuda --archive kernels-sm_90.zip --fa3 flash_attn_interface --out results
 
-Five workloads, each in processes of its own: with empty caches, then with those that the first process has filled, and
-with `--archive` with empty caches and compiled kernels. PyTorch's SDPA is measured too and, on a GPU, FlexAttention under
-`torch.compile` and FlashAttention-3, if `--fa3` names its module. A process makes a first forward and backward call, then
-those of random lengths. Each call is made twice: what the first takes longer is lost. The result is a table, and
-`first-calls-DEVICE.json` in the folder of `--out`.
+Five workloads, each in processes of its own: with empty caches, then with those that the first process has filled,
+and with `--archive` with empty caches and compiled kernels. PyTorch's SDPA is measured too and, on a GPU, FlexAttention
+under `torch.compile` and FlashAttention-3, if `--fa3` names its module. A process makes a first forward and backward
+call, then those of random lengths. Each call is made twice: what the first takes longer is lost. The result is a table,
+and `first-calls-DEVICE.json` in the folder of `--out`.
 """
 
 import argparse
