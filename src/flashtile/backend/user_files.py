@@ -1,8 +1,8 @@
 """Files in the user's cache directory, which several processes may write at once.
 
 Each kind has a folder of its own below `directory()`: `cpu` has machine code of CPU kernels, `self-checks` answers
-about GPU kernels (`dispatch.self_check`). Together they take at most `LIMIT` bytes: each write removes what has not
-been used for longest. A file's time of modification is when it was last used, within `USE_IS_NOTED` seconds.
+about GPU kernels (`dispatch.self_check`), and `triton` locks of GPU kernels, whose code is in Triton's cache. Together
+they take at most `LIMIT` bytes: each write removes what has not been used for longest. A file's time of modification is when it was last used, within `USE_IS_NOTED` seconds.
 
 Machine code is among them, so a file counts only if nobody else could have written it: it and its folders belong to
 this user or to root, and neither their group nor others may write. On Windows the access lists of the user's profile
@@ -211,7 +211,7 @@ def refuse(path: Path, reason: str) -> None:
 @functools.cache
 def warn_once(path: Path, reason: str) -> None:
     warnings.warn(
-        f"{path} is not used as a cache: {reason}\n  Kernels are compiled in each process. "
+        f"{path} is not used as a cache: {reason}\n  CPU kernels are compiled in each process. "
         f"{CACHE_VARIABLE} names another folder, by an absolute path",
         AttentionWarning,
         stacklevel=2,
