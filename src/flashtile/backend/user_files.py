@@ -2,7 +2,8 @@
 
 Each kind has a folder of its own below `directory()`: `cpu` has machine code of CPU kernels, `self-checks` answers
 about GPU kernels (`dispatch.self_check`), and `triton` locks of GPU kernels, whose code is in Triton's cache. Together
-they take at most `LIMIT` bytes: each write removes what has not been used for longest. A file's time of modification is when it was last used, within `USE_IS_NOTED` seconds.
+they take at most `LIMIT` bytes: each write removes what has not been used for longest. A file's time of modification is
+when it was last used, within `USE_IS_NOTED` seconds.
 
 Machine code is among them, so a file counts only if nobody else could have written it: it and its folders belong to
 this user or to root, and neither their group nor others may write. On Windows the access lists of the user's profile
