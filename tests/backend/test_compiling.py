@@ -73,7 +73,7 @@ def test_processes_compile_a_kernel_once(kind: str, tmp_path: Path, monkeypatch:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
 
     def make() -> bytes:
-        time.sleep(0.2)
+        time.sleep(0.1)
         return b"code"
 
     def kernel() -> None:
