@@ -3,7 +3,8 @@
     python tests/packaged.py
 
 Takes minutes: the environment gets PyTorch. `--constraints FILE` chooses its build, as in README.md; `--url` is the
-repository's address, as a release has it.
+repository's address, as a release has it. With `--kernels FOLDER`, which `flashtile build-kernels` has
+filled, there is another wheel with compiled kernels.
 """
 
 import argparse
@@ -36,6 +37,20 @@ out = flashtile.attention(q, q, q, causal=True)
 torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 print(torch.autograd.grad(out.sum(), q)[0].shape, flashtile.explain(q, q, q).backend)
 """
+READ = """
+from flashtile.backend.archive import PACKAGE
+from flashtile.backend.cpu.archive import of_this_version
+from flashtile.backend.gpu.archive import Archive
+for path in sorted(PACKAGE.glob("kernels-*.zip")):
+    arch = path.stem.removeprefix("kernels-")
+    if arch == "cpu":
+        count = sum(map(len, of_this_version(path).index["kernels"].values()))
+    else:
+        count = len(Archive(path, arch, lambda: None))
+    print(path.name, count, "kernels for", arch)
+assert any(PACKAGE.glob("kernels-*.zip"))
+"""
+WITH_KERNELS = "with-kernels"  # the folder of the wheel that has them: its name is that of the other wheel
 TESTS = ("tests/api/test_errors.py", "tests/api/test_gradients.py", "tests/cli/test_cli.py", "tests/cli/test_doctor.py")
 TESTS += ("tests/report", "ladder/tests/test_ladder_package.py", "ladder/tests/test_ladder_alone.py")
 TESTS += ("-k", "not test_older")  # which read the sources
@@ -45,6 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--constraints", type=Path, default=ROOT / "constraints.txt")
     parser.add_argument("--url", default="")
+    parser.add_argument("--kernels", type=Path, help="a folder of archives")
     parser.add_argument("--out", type=Path, help="a folder that gets the sdists and wheels")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -62,17 +78,23 @@ def main() -> None:
         run(clean, "-c", USE, str(folder / "clean"), cwd=folder)
         for command in ("--version", "env", "doctor", "explain --seqlen-q 64", "verify --cases 3 --long 0"):
             run(clean, "-m", "flashtile", *command.split(), cwd=folder)
+        if given.kernels is not None:
+            wheel = with_kernels(clean, wheels["flashtile"], given.kernels)
+            run(tools, "-m", "twine", "check", "--strict", str(wheel))
+            run(tools, "-m", "check_wheel_contents", str(wheel))
+            run(clean, *pip, "--force-reinstall", "--no-deps", str(wheel))
+            run(clean, "-c", READ, cwd=folder)
+            run(clean, "-c", USE, str(folder / "clean"), cwd=folder)
         tested = environment(folder / "tested")  # the course first, and the library for its tests
         run(tested, *pip, str(wheels["flashtile_ladder"]))
         run(tested, "-m", "flashtile_ladder.cli", "--table", "stack", cwd=folder)
         run(tested, *pip, f"{wheels['flashtile']}[test]", f"{wheels['flashtile_ladder']}[test]")
         run(tested, "-m", "pip", "check")
         run(tested, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "auto", *TESTS, cwd=without_sources(folder))
-        for file in sorted(dist.iterdir()):
-            print(f"{file.name}: {file.stat().st_size:,} bytes")
-            if given.out is not None:
-                given.out.mkdir(parents=True, exist_ok=True)
-                shutil.copy(file, given.out)
+        for file in sorted(x for x in dist.rglob("*") if x.is_file()):
+            print(f"{file.relative_to(dist)}: {file.stat().st_size:,} bytes")
+        if given.out is not None:
+            shutil.copytree(dist, given.out, dirs_exist_ok=True)
 
 
 def environment(place: Path) -> Path:
@@ -100,6 +122,17 @@ def built(name: str, tools: Path, folder: Path, url: str) -> Path:
     (wheel,) = dist.glob(f"{name}-*.whl")
     checked_wheel(wheel, PACKAGES[name] / "src")
     return wheel
+
+
+def with_kernels(python: Path, wheel: Path, kernels: Path) -> Path:
+    """A copy of the wheel with the archives that fit, in a folder of its own."""
+    copy = wheel.parent / WITH_KERNELS / wheel.name
+    copy.parent.mkdir(exist_ok=True)
+    shutil.copy(wheel, copy)
+    for kinds, out in ((("--cpu",), kernels / "kernels-cpu.zip"), (("--arch", "all"), kernels)):
+        words = *kinds, "--out", str(out.resolve()), "--wheel", str(copy)
+        run(python, "-m", "flashtile", "build-kernels", *words, cwd=wheel.parent)
+    return copy
 
 
 def without_sources(folder: Path) -> Path:

@@ -31,6 +31,7 @@ __all__ = [
     "ExactWindow",
     "Explanation",
     "MaskMod",
+    "Prepared",
     "ScoreMod",
     "attention",
     "attention_varlen",
@@ -40,6 +41,7 @@ __all__ = [
     "explain",
     "mask_mods",
     "merge_attention",
+    "prepare",
     "score_mods",
 ]
 
@@ -59,12 +61,16 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__"]
 
 
-if not _TYPE_CHECKING:  # or else checkers would take every name
+if _TYPE_CHECKING:
+    from .prebuilt.prepare import Prepared, prepare
+else:  # or else checkers would take every name
 
     def __getattr__(name: str):
-        """A subpackage at its first use, so that `import flashtile` is enough for `flashtile.nn.Attention`."""
-        if name in ("compat", "distributed", "integrations", "nn"):
-            from importlib import import_module
+        """A subpackage or `prepare` at its first use: `import flashtile` is enough for `flashtile.nn.Attention`."""
+        from importlib import import_module
 
+        if name in ("compat", "distributed", "integrations", "nn"):
             return import_module(f"{__name__}.{name}")
+        if name in ("prepare", "Prepared"):
+            return getattr(import_module(f"{__name__}.prebuilt.prepare"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -128,6 +128,15 @@ def run_python(
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+def importing_alike() -> dict[str, str]:
+    """The environment of a `run_python` that imports from where this process does, and this package as it is here."""
+    paths = (
+        *(path for path in sys.path if path),
+        str(Path(__file__).parents[1]),
+    )  # an empty one is the working directory
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
 def end_descendants(root: int | None = None) -> None:
     """End every process below `root`, which is this one by default: with SIGTERM, and where that is not enough with
     SIGKILL.

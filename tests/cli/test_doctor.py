@@ -8,6 +8,7 @@ import pytest
 import torch
 from commands import Result, invoke
 
+from flashtile.backend.gpu import archive
 from flashtile.backend.tiled import forward
 from flashtile.call.device import Device
 from flashtile.cli import doctor
@@ -30,6 +31,16 @@ def test_a_sound_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     states = {finding["check"]: finding["state"] for finding in told["findings"]}
     assert {"device", "Triton", "kernels", "cache", "backend tiled", "backend cpu", "a plain call"} <= states.keys()
     assert set(states.values()) == {"ok"}
+
+
+def test_kernels_that_are_compiled_at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHTILE_KERNELS", "none")
+    monkeypatch.setattr(archive, "_archives", {})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(doctor, "describe_device", lambda _: Device("cuda", "a chip", "sm_90", 132))
+    (finding,) = doctor.kernels()
+    assert (finding.state, finding.words) == ("ok", "sm_90: compiled by Triton when a call first needs them")
+    assert "flashtile prepare" in finding.advice
 
 
 def test_wrong_results_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,17 @@ def test_contents_of_the_wheel() -> None:
     assert sum(path.stat().st_size for path in files) < 3_000_000
 
 
+def test_files_of_a_wheel_differ() -> None:
+    """`check-wheel-contents` refuses a wheel with two equal files, but for empty ones."""
+    for source in (ROOT / "src", ROOT / "ladder" / "src"):
+        files = [
+            x for x in sorted(source.rglob("*")) if x.is_file() and "__pycache__" not in x.parts and x.stat().st_size
+        ]
+        known: dict[bytes, Path] = {}
+        for file in files:
+            assert known.setdefault(file.read_bytes(), file) is file
+
+
 def test_dependencies_of_a_plain_install() -> None:
     requirements = PROJECT["project"]["dependencies"]
     assert f"llvmlite>={'.'.join(map(str, OLDEST_LLVMLITE))}" in requirements

@@ -27,13 +27,13 @@ Opened = TypeVar("Opened", bound="ArchiveFile")
 
 
 class ArchiveFile:
-    """An open archive for one architecture, made from `sources`.
+    """An open archive for the first of some architectures, made for any of them from `sources`.
 
     Raises:
         OSError, ValueError, KeyError: the file cannot be read, is damaged, or is for something else.
     """
 
-    def __init__(self, path: Path, arch: str, sources: Any):
+    def __init__(self, path: Path, archs: Sequence[str], sources: Any):
         import zipfile  # not needed by `import flashtile`
 
         with readable("it"):
@@ -41,14 +41,14 @@ class ArchiveFile:
             text = self.file.read(INDEX)
         if hashlib.sha256(text).hexdigest().encode() != self.file.comment:
             raise ValueError("its index was altered")
-        self.path, self.arch, self.index = path, arch, json.loads(text)
+        self.path, self.arch, self.index = path, archs[0], json.loads(text)
         if self.index["format"] != FORMAT:
             raise ValueError(f"its format is {self.index['format']}; this version reads {FORMAT}")
-        if self.index["arch"] != arch:
-            raise ValueError(f"its kernels are for {self.index['arch']}, not for {arch}")
+        if self.index["arch"] not in archs:
+            raise ValueError(f"its kernels are for {self.index['arch']}, not for {self.arch}")
         if self.index["sources"] != sources:
             raise ValueError("its kernels were made from other sources than this version has")
-        self.lock = threading.RLock()  # of the file, which counts its readers
+        self.lock = threading.RLock()  # guards the file, which counts its readers
 
     def image(self, digest: str) -> bytes:
         """Machine code by its hash.
@@ -91,12 +91,12 @@ def file_name(arch: str) -> str:
     return f"kernels-{arch}.zip"
 
 
-def open_archive(arch: str, variable: str, make: Callable[[Path], Opened]) -> Opened | None:
+def open_archive(packaged: Path, variable: str, make: Callable[[Path], Opened]) -> Opened | None:
     """The archive that an environment variable names, else the package's, as `make` opens it; `None` without one that
     fits.
     """
     configured = os.environ.get(variable)
-    path = Path(configured) if configured else PACKAGE / file_name(arch)
+    path = Path(configured) if configured else packaged
     if configured == NO_ARCHIVE or not (configured or path.is_file()):
         return None
     try:

@@ -1,8 +1,9 @@
 """Files in the user's cache directory, which several processes may write at once.
 
 Each kind has a folder of its own below `directory()`: `cpu` has machine code of CPU kernels, `self-checks` answers
-about GPU kernels (`dispatch.self_check`). Together they take at most `LIMIT` bytes: each write removes what has not
-been used for longest. A file's time of modification is when it was last used, within `USE_IS_NOTED` seconds.
+about GPU kernels (`dispatch.self_check`), and `triton` locks of GPU kernels, whose code is in Triton's cache. Together
+they take at most `LIMIT` bytes: each write removes what has not been used for longest. A file's time of modification is
+when it was last used, within `USE_IS_NOTED` seconds.
 
 Machine code is among them, so a file counts only if nobody else could have written it: it and its folders belong to
 this user or to root, and neither their group nor others may write. On Windows the access lists of the user's profile
@@ -109,16 +110,16 @@ def private_place(*names: str) -> Path:
 
 
 @contextlib.contextmanager
-def locked(*names: str) -> Iterator[None]:
+def locked(*names: str, patience: float | None = None) -> Iterator[None]:
     """Let no other process in that makes the same file, so that one makes it and the others find it. Where there are no
-    locks, or another process has one for `LONGEST_WAIT` seconds, each makes it for itself.
+    locks, or another process has one for `patience` seconds (`LONGEST_WAIT`), each makes it for itself.
     """
     handle, path = None, None
     try:
         path = private_place(*names[:-1], names[-1] + LOCK)
         if FILE_LOCKS and path not in _held:  # a signal handler may need what it has interrupted
             handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
-            wait_for(handle)
+            wait_for(handle, LONGEST_WAIT if patience is None else patience)
             _held.add(path)
     except OSError:  # a folder that is only read, or a file system without locks
         path = None
@@ -133,13 +134,13 @@ def locked(*names: str) -> Iterator[None]:
             os.close(handle)
 
 
-def wait_for(handle: int) -> None:
+def wait_for(handle: int, patience: float) -> None:
     """Lock an open file.
 
     Raises:
         OSError: it cannot be locked, or not in time.
     """
-    latest = time.monotonic() + LONGEST_WAIT
+    latest = time.monotonic() + patience
     while True:
         try:
             return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -211,7 +212,7 @@ def refuse(path: Path, reason: str) -> None:
 @functools.cache
 def warn_once(path: Path, reason: str) -> None:
     warnings.warn(
-        f"{path} is not used as a cache: {reason}\n  Kernels are compiled in each process. "
+        f"{path} is not used as a cache: {reason}\n  CPU kernels are compiled in each process. "
         f"{CACHE_VARIABLE} names another folder, by an absolute path",
         AttentionWarning,
         stacklevel=2,

@@ -64,10 +64,20 @@ _lock = process_lock()
 _operator = threading.local()  # PyTorch's operator, in whose place a call runs
 
 
+_always: tuple[CallCounts, ...] = ()
+
+
+def open_always() -> None:
+    """Let calls take the way on which they are seen, in this process and in those that it forks."""
+    global opened, _always
+    _always = (CallCounts(),)
+    opened = (*opened, *_always)
+
+
 def _after_fork() -> None:
     """A forked process counts nothing."""
     global opened
-    opened = ()
+    opened = _always
 
 
 if hasattr(os, "register_at_fork"):

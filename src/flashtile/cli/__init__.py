@@ -21,6 +21,7 @@ COMMANDS = {
     "env": "the machine as flashtile sees it",
     "doctor": "what is wrong here, and what to do; the backends of a model",
     "explain": "the plan of a call, and what limits it",
+    "prepare": "compile the kernels of a workload ahead",
     "verify": "random problems against an fp64 oracle",
     "bench": "times against other libraries",
     "calibrate": "measure this GPU for the choice of kernels",

@@ -33,7 +33,8 @@ def run(*, limit: int | None, clear: bool, as_json: bool) -> None:
 
     It has the machine code of CPU kernels, and answers about GPU kernels. Whatever is removed is made again when it is
     needed. Without this command it stays below 1 GB: each new file removes those that were not used for longest.
-    FLASHTILE_CACHE_DIR names another folder. The code of GPU kernels is in Triton's own cache, which stays as it is.
+    FLASHTILE_CACHE_DIR names another folder. The code of GPU kernels is in Triton's own cache, which stays as it is
+    (TRITON_CACHE_DIR).
     """
     limit = 0 if clear else limit
     try:

@@ -132,9 +132,9 @@ def kernels() -> Iterator[Finding]:
             advice = "kernels are compiled at first use; install a wheel whose kernels were made for this version"
             yield Finding("kernels", WARNING, str(told[0].message).splitlines()[0], advice)
         else:
-            yield Finding(
-                "kernels", OK, f"{arch}: {archive_in_words(arch)}" if ahead else f"{arch}: compiled by Triton"
-            )
+            words = archive_in_words(arch) if ahead else "compiled by Triton when a call first needs them"
+            advice = "`flashtile prepare` compiles those of a workload ahead"
+            yield Finding("kernels", OK, f"{arch}: {words}", "" if ahead else advice)
     if not torch.cuda.device_count():
         yield Finding("kernels", OK, "no kernels for a GPU are needed")
 

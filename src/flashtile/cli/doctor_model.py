@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from .. import explain
-from ..errors import AttentionError
+from ..errors import ArgumentError, AttentionError
+from ..prebuilt.transformers_model import configuration, dtype_of, has_sinks, layers, sizes
 from .finding import BROKEN, OK, WARNING, Finding
 from .options import CommandError
 
@@ -20,7 +21,10 @@ def examined(name: str) -> Iterator[Finding]:
     Raises:
         CommandError: transformers is not installed, or has no such configuration.
     """
-    config = configuration(name)
+    try:
+        config = configuration(name)
+    except ArgumentError as error:
+        raise CommandError(f"--model: {error}") from error
     text = config.get_text_config()
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     yield Finding("model", OK, f"{text.model_type}, {in_words(text)}")
@@ -39,17 +43,6 @@ def examined(name: str) -> Iterator[Finding]:
             yield Finding(f"{kind}, {words}", OK, f"backend {found.backend}{backward}", reasons)
 
 
-def configuration(name: str) -> Any:
-    try:
-        import transformers  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise CommandError("--model needs transformers: pip install 'flashtile[transformers]'") from None
-    try:
-        return transformers.AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        raise CommandError(f"--model {name}: {str(error).splitlines()[0]}") from error
-
-
 def takes_functions(config: Any) -> bool | None:
     """Whether the model's class takes attention functions by name; `None` if its class is not known."""
     from transformers import MODEL_MAPPING  # pyright: ignore[reportMissingImports]
@@ -63,46 +56,10 @@ def takes_functions(config: Any) -> bool | None:
     return all(any(getattr(x, flag, False) for flag in flags) for x in classes)
 
 
-def sizes(config: Any) -> tuple[int, int, int, int]:
-    """Query heads, key heads, head dimensions of keys and of values."""
-    heads = config.num_attention_heads
-    heads_kv = getattr(config, "num_key_value_heads", None) or heads
-    if getattr(config, "qk_nope_head_dim", None):  # latent attention
-        return heads, heads_kv, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return heads, heads_kv, head_dim, head_dim
-
-
 def in_words(config: Any) -> str:
     heads, heads_kv, d, dv = sizes(config)
     values = "" if d == dv else f" with values of {dv}"
     return f"{heads} heads over {heads_kv} of {d}{values}, {dtype_of(config)}".replace("torch.", "")
-
-
-def dtype_of(config: Any) -> torch.dtype:
-    named = getattr(config, "dtype", None)
-    named = getattr(torch, named) if isinstance(named, str) else named
-    return named or torch.float32
-
-
-def layers(config: Any) -> dict[str, dict[str, Any]]:
-    """Settings of `attention` for each kind of layer."""
-    shared: dict[str, Any] = {}
-    if softcap := getattr(config, "attn_logit_softcapping", None):
-        shared["softcap"] = softcap
-    window = getattr(config, "sliding_window", None)
-    if not getattr(config, "use_sliding_window", True):
-        window = None
-    kinds = set(getattr(config, "layer_types", None) or (["sliding_attention"] if window else ["full_attention"]))
-    found = {}
-    if "full_attention" in kinds or not kinds & {"sliding_attention", "chunked_attention"}:
-        found["full attention"] = shared
-    if "sliding_attention" in kinds and window:
-        found[f"window of {window}"] = shared | {"window": (window - 1, 0)}
-    if "chunked_attention" in kinds:
-        chunk = config.attention_chunk_size
-        found[f"chunks of {chunk}"] = shared | {"attention_chunk": chunk}
-    return found
 
 
 def tensors(config: Any, rows: int, device: torch.device) -> dict[str, torch.Tensor]:
@@ -112,6 +69,6 @@ def tensors(config: Any, rows: int, device: torch.device) -> dict[str, torch.Ten
     keys = TOKENS if rows > 1 else TOKENS + 1
     shapes = {"q": (1, heads, rows, d), "k": (1, heads_kv, keys, d), "v": (1, heads_kv, keys, dv)}
     found = {name: torch.empty(shape, **settings) for name, shape in shapes.items()}
-    if config.model_type == "gpt_oss":
+    if has_sinks(config):
         found["sinks"] = torch.empty(heads, **settings)
     return found

@@ -18,6 +18,7 @@ from ..backend.gpu.archive import KERNELS_VARIABLE
 from ..backend.gpu.origin import archive_in_words
 from ..backend.user_files import CACHE_VARIABLE
 from ..call.device import describe_device
+from ..dispatch.observed import LOG_VARIABLE
 from ..dispatch.planner import BACKEND_VARIABLE, backends
 from .options import json_option, print_json
 
@@ -28,6 +29,7 @@ VARIABLES = (
     VECTORS_VARIABLE,
     KERNELS_VARIABLE,
     cpu_archive.KERNELS_VARIABLE,
+    LOG_VARIABLE,
     ARCH_VARIABLE,
 )
 

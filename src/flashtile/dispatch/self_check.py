@@ -7,12 +7,9 @@ time limit. Its answer is kept on disk, by the sources of the kernels and the ve
 import contextlib
 import hashlib
 import json
-import os
-import sys
 import warnings
 from collections.abc import Iterator
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,11 +17,10 @@ import torch
 from ..backend import user_files
 from ..backend.gpu.installed import triton_release
 from ..errors import AttentionWarning
-from ..processes import run_python
+from ..processes import importing_alike, run_python
 
 TIMEOUT = 300.0  # seconds, compilation included
 CODE = "import sys; from flashtile.dispatch import compare_with_tiled as c; c.main(*sys.argv[1:])"
-PACKAGE = Path(__file__).parents[1]
 FOLDER = "self-checks"  # folder of answers, in the user's cache
 SOURCES = ("gpu", "hopper")  # folders below `backend` whose content decides what is compiled
 
@@ -65,10 +61,8 @@ def failure(backend: str, kernels: Any, arch: str) -> str | None:
 
 def answer(backend: str, kernels: Any) -> tuple[bool, str | None]:
     """Run the check. Returns whether its outcome is worth keeping, and the failure or `None`."""
-    paths = (*(path for path in sys.path if path), str(PACKAGE.parent))  # an empty one is the working directory
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     try:
-        ended = run_python(CODE, backend, json.dumps(kernels), env=environment, timeout=TIMEOUT)
+        ended = run_python(CODE, backend, json.dumps(kernels), env=importing_alike(), timeout=TIMEOUT)
     except Exception as error:  # no other process can be started here, or it takes too long
         return False, f"it did not end ({type(error).__name__}: {error})"
     try:

@@ -1,19 +1,22 @@
 """Compilation of the standard set into an archive, by the pinned Triton, on a machine that needs no GPU."""
 
+import contextlib
 import hashlib
 import importlib.metadata
 import io
 import itertools
 import json
 import multiprocessing
+import signal
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..backend.archive import FORMAT, INDEX
-from ..backend.gpu.archive import sources
+from ..backend.gpu.archive import ALSO_FOR, sources
 from ..backend.gpu.installed import triton_version
+from ..backend.gpu.kernel import function_under_jit
 from ..backend.gpu.replay import Launch
 from ..backend.gpu.signature import CONSTANT, PLAIN, SPECIALIZED, key_of
 from .cubin import without_debug
@@ -21,7 +24,10 @@ from .launches import all_launches, device_of
 from .standard import StandardCall, standard_calls
 from .sweeps import sweep_calls
 
+# In a wheel's order; sm_89 runs the code of sm_86.
+ARCHITECTURES = ("sm_90", "sm_80", "sm_86", "sm_120", "sm_100")
 PINNED = (3, 6)  # the version of Triton whose machine code is measured
+PROGRESS = 50  # kernels from one line to the next
 SCRATCH_ALIGNMENT = 512  # bytes, of PyTorch's allocations
 SAME_DATE = (1980, 1, 1, 0, 0, 0)  # so that equal kernels make equal files
 
@@ -54,12 +60,13 @@ def build(arch: str, out: Path, jobs: int, only: str, sweeps: Sequence[Path], pr
         raise BuildError(f"archives are compiled by Triton {wanted}; installed: {other}")
     if not arch.startswith("sm_"):
         raise BuildError(f"archives are for NVIDIA GPUs, such as sm_90, not for {arch}")
-    context = multiprocessing.get_context("spawn")
+    needed = [x for x in distinct(needed_launches(arch, sweeps)) if only in x.kernel.title]
     found: list[Compiled] = []
-    with context.Pool(jobs) as pool:
-        for part in pool.imap_unordered(compile_share, [(arch, only, sweeps, n, jobs) for n in range(jobs)]):
-            found += part
-            progress(f"{len(found)} kernels")
+    with compilers(needed, arch, jobs) as compiled:
+        for one in compiled:
+            found.append(one)
+            if len(found) % PROGRESS == 0:
+                progress(f"{arch}: {len(found)} of {len(needed)} kernels")
     write(out, arch, importlib.metadata.version("triton"), found)
     return len(found)
 
@@ -68,11 +75,34 @@ def calls(sweeps: Sequence[Path]) -> Iterator[StandardCall]:
     return itertools.chain(standard_calls(), *(sweep_calls(path) for path in sweeps))
 
 
-def compile_share(work: tuple[str, str, Sequence[Path], int, int]) -> list[Compiled]:
-    """Compile every `jobs`-th launch, in a process of its own."""
-    arch, only, sweeps, share, jobs = work
-    chosen = distinct(launch for launch in all_launches(calls(sweeps), device_of(arch)) if only in launch.kernel.title)
-    return [compile_launch(launch, arch) for n, launch in enumerate(chosen) if n % jobs == share]
+def needed_launches(arch: str, sweeps: Sequence[Path]) -> Iterator[Launch]:
+    """The launches on an architecture, and on those that run its code."""
+    for one in (arch, *(other for other, code in ALSO_FOR.items() if code == arch)):
+        yield from all_launches(calls(sweeps), device_of(one))
+
+
+@contextlib.contextmanager
+def compilers(needed: list[Launch], arch: str, jobs: int) -> Iterator[Iterable[Compiled]]:
+    """The kernels of launches, compiled by `jobs` processes that share this one's launches: these cannot be sent."""
+    if jobs == 1:
+        yield (compile_launch(launch, arch) for launch in needed)
+        return
+    _work[:] = [(launch, arch) for launch in needed]
+    with multiprocessing.get_context("fork").Pool(jobs, unhandled_signals) as pool:
+        yield pool.imap_unordered(compile_of_work, range(len(needed)))
+
+
+_work: list[tuple[Launch, str]] = []
+
+
+def unhandled_signals() -> None:
+    """In a forked process: signals end it, as if this process had not handled them (`processes.ended_by_signals`)."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def compile_of_work(number: int) -> Compiled:
+    return compile_launch(*_work[number])
 
 
 def distinct(launches: Iterator[Launch]) -> Iterator[Launch]:
@@ -86,7 +116,7 @@ def distinct(launches: Iterator[Launch]) -> Iterator[Launch]:
 
 
 def key_of_launch(launch: Launch) -> str:
-    parameters = parameters_of(launch.kernel.function())
+    parameters = parameters_of(function_under_jit(launch.kernel))
     names = {name for name, _ in parameters}
     options = {name: x for name, x in launch.scalars.items() if name not in names}
     return key_of(parameters, {**launch.scalars, **launch.pointers}, options)

@@ -1,6 +1,7 @@
 """The launches of a call on a GPU that is not in this machine: plans by architecture, tensors without values."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,27 +21,34 @@ from ..dispatch.planner import declines_on_device, fastest
 from .standard import StandardCall
 
 BACKENDS = ("hopper", "triton")
-CORES = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
+TYPICAL = {  # multiprocessors, MHz, and bytes of memory in a microsecond of a usual chip: 0 for that of the rates
+    "sm_80": (108, 0.0, 0.0), "sm_86": (84, 1695.0, 7.0e5), "sm_89": (142, 2520.0, 8.64e5), "sm_90": (132, 0.0, 0.0),
+    "sm_100": (148, 1965.0, 8.0e6), "sm_120": (170, 2407.0, 1.79e6),
+}  # fmt: skip
 
 
 def device_of(arch: str) -> Device:
-    return Device("cuda", arch, arch, CORES.get(arch, 128))
+    """A chip of an architecture, for plans without one at hand."""
+    return Device("cuda", arch, arch, *TYPICAL.get(arch, (128, 0.0, 0.0)))
 
 
-def launches(standard: StandardCall, device: Device) -> list[Launch]:
-    """The launches of a call on a device.
+Planner = Callable[[Problem, Device, Needs | None], Plan]
+
+
+def launches(standard: StandardCall, device: Device, planner: Planner | None = None) -> list[Launch]:
+    """The launches of a call on a device, by plans of `plan_of` or another `planner`.
 
     Raises:
         LookupError: none of the GPU backends takes it.
     """
     call = call_of(standard)
     problem = Problem.describe(call.attention() if isinstance(call, CacheCall) else call)
-    backward = None
+    backward, planner = None, planner or plan_of
     if standard.backward:
         wanted = ("q", "k", "v", *standard.differentiated)
         needs = Needs(*(name in wanted for name in DIFFERENTIABLE))
-        backward = (plan_of(problem, device, needs), needs)
-    return launches_of(call, device, plan_of(problem, device, None), backward)
+        backward = (planner(problem, device, needs), needs)
+    return launches_of(call, device, planner(problem, device, None), backward)
 
 
 def plan_of(problem: Problem, device: Device, needs: Needs | None) -> Plan:
@@ -75,7 +83,8 @@ def call_of(standard: StandardCall) -> Call:
 
 
 def all_launches(calls: Iterator[StandardCall], device: Device) -> Iterator[Launch]:
-    """The launches of all calls, on PyTorch's defaults."""
+    """The launches of all calls, on PyTorch's defaults. Those that differ only before attention have one plan."""
+    planner = functools.cache(plan_of)
     with torch.no_grad():
         for call in calls:
-            yield from launches(call, device)
+            yield from launches(call, device, planner)

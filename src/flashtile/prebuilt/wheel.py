@@ -10,7 +10,7 @@ from pathlib import Path
 from ..backend.archive import file_name
 from .build import SAME_DATE, BuildError
 
-LARGEST = 25 * 10**6  # bytes of a wheel
+LARGEST = 60 * 10**6  # bytes of a wheel
 
 
 def add(wheel: Path, archive: Path, arch: str) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..archive import ERRORS, ArchiveFile, hash_of, open_archive, warn
+from ..archive import ERRORS, PACKAGE, ArchiveFile, file_name, hash_of, open_archive, warn
 from .targets import Target, host
 
 KERNELS_VARIABLE = "FLASHTILE_CPU_KERNELS"
@@ -30,7 +30,7 @@ _mapped: list[mmap.mmap] = []  # for good, as kernels run in them
 
 
 def key_of(name: str, variant: Any, target: Target) -> str:
-    """The key of a kernel, among those of the target's width."""
+    """The key of a kernel among the kernels of the target's width."""
     return hashlib.sha256(repr((name, variant, target)).encode()).hexdigest()[:32]
 
 
@@ -41,13 +41,17 @@ def sources() -> str:
 def archive() -> ArchiveFile | None:
     """The archive of this process, opened at its first kernel; `None` without one."""
     if ARCH not in _archive:
-        opened = open_archive(ARCH, KERNELS_VARIABLE, of_this_version) if sys.platform == "linux" else None
+        opened = (
+            open_archive(PACKAGE / file_name(ARCH), KERNELS_VARIABLE, of_this_version)
+            if sys.platform == "linux"
+            else None
+        )
         return _archive.setdefault(ARCH, opened)
     return _archive[ARCH]
 
 
 def of_this_version(path: Path) -> ArchiveFile:
-    return ArchiveFile(path, ARCH, sources())
+    return ArchiveFile(path, (ARCH,), sources())
 
 
 def forget() -> None:

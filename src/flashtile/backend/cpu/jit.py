@@ -25,6 +25,7 @@ from llvmlite import binding as llvm
 
 from ...locks import process_lock
 from .. import user_files
+from ..compiling import compiling
 from . import targets
 from .targets import Processor, Target
 
@@ -100,7 +101,8 @@ def found_or_made(key: Any, target: Target, make: Callable[[], bytes]) -> bytes:
         with user_files.locked(FOLDER, file):
             content = read_object(file)  # which another process may have made meanwhile
             if content is None:
-                content = make()
+                with compiling(lambda: user_files.directory() / FOLDER):
+                    content = make()
                 if hash_sources(PACKAGE) == SOURCES_HASH:  # not if they were edited since
                     write_object(file, content)
     return content

@@ -68,7 +68,7 @@ def run(launch: KernelLaunch, tensors: dict[str, Tensor]) -> None:
 def start(launch: KernelLaunch, block: Any) -> None:
     """Run a kernel on as many threads as pay, with a block of its own that has the tensors' addresses."""
     count = min(torch.get_num_threads(), launch.max_threads)
-    if count == 0:
+    if count == 0 or not launch.function:  # collected instead (`machine_code.collected_kernels`)
         return
     workspace, address = allocate((count * launch.work_size,), (1,), torch.uint8), ctypes.addressof(block)
     block[WORKSPACE], block[COUNTER] = workspace.data_ptr(), address + args.COUNTERS_INDEX * 8

@@ -3,8 +3,11 @@
 The archive wins over the cache of compiled kernels, so that results do not depend on what is in the cache.
 """
 
+import contextlib
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import archive
 from .targets import Target
@@ -14,9 +17,38 @@ if TYPE_CHECKING:
     from .kernels.codegen import Source
 
 
-@functools.lru_cache(maxsize=1024)
+class CpuKernel(NamedTuple):
+    """A kernel by everything that determines its code."""
+
+    name: str
+    variant: Any
+    target: Target
+
+
+_collected: ContextVar[set[CpuKernel] | None] = ContextVar("collected", default=None)
+
+
+@contextlib.contextmanager
+def collected_kernels() -> Iterator[set[CpuKernel]]:
+    """Inside, kernels are collected: none is compiled, and none runs."""
+    found: set[CpuKernel] = set()
+    token = _collected.set(found)
+    try:
+        yield found
+    finally:
+        _collected.reset(token)
+
+
 def function_address(name: str, variant: Any, target: Target) -> int:
-    """The address of the kernel `name` of a variant."""
+    """The address of the kernel `name` of a variant; 0 where kernels are collected."""
+    if (collected := _collected.get()) is None:
+        return loaded(name, variant, target)
+    collected.add(CpuKernel(name, variant, target))
+    return 0
+
+
+@functools.lru_cache(maxsize=1024)
+def loaded(name: str, variant: Any, target: Target) -> int:
     address = archive.find(name, variant, target)
     if address is None:
         from . import jit

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...call.device import describe_device
-from ..archive import ArchiveFile, hash_of, open_archive, warn
+from ..archive import PACKAGE, ArchiveFile, file_name, hash_of, open_archive, warn
 from .binary import Binary
 from .driver import driver
 from .installed import triton_version
@@ -22,6 +22,7 @@ from .pointers import Slots, resolved
 from .signature import QuickKeys, key_of
 
 KERNELS_VARIABLE = "FLASHTILE_KERNELS"
+ALSO_FOR = {"sm_89": "sm_86"}  # architectures that run the machine code of another one, with as much shared memory
 GENERATORS = ("backend/gpu/generated.py", "backend/gpu/grouped.py", "backend/gpu/captured.py")
 SOURCES = {  # files that kernels are made from, by backend: all below a folder, or one
     "hopper": ("backend/hopper/kernels", "backend/hopper/tile_config.py", "call/call.py", *GENERATORS),
@@ -37,7 +38,7 @@ class Archive(ArchiveFile):
     """
 
     def __init__(self, path: Path, arch: str, library: Any = driver):
-        super().__init__(path, arch, sources())
+        super().__init__(path, (arch, ALSO_FOR.get(arch, arch)), sources())
         self.driver = library()
         self.binaries: dict[tuple[Kernel, str], Binary] = {}
         self.quick: dict[Kernel, tuple[QuickKeys, dict[Hashable, Binary | None]]] = {}
@@ -117,7 +118,15 @@ def archive_for(arch: str) -> Archive | None:
     """The archive for an architecture, such as "sm_90"."""
     if arch in _archives:
         return _archives[arch]
-    return _archives.setdefault(arch, open_archive(arch, KERNELS_VARIABLE, lambda path: Archive(path, arch)))
+    make = functools.partial(Archive, arch=arch)
+    return _archives.setdefault(arch, open_archive(packaged(arch), KERNELS_VARIABLE, make))
+
+
+def packaged(arch: str) -> Path:
+    """The package's archive for an architecture, or its name."""
+    other = PACKAGE / file_name(ALSO_FOR.get(arch, arch))
+    own = PACKAGE / file_name(arch)
+    return other if other.is_file() and not own.is_file() else own
 
 
 def compiler_version(arch: str) -> tuple[int, ...] | None:

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from .compiled_once import compiled_once
 from .generated import defined
 
 
@@ -72,7 +73,7 @@ def generated(body: Any, dimensions: tuple[int, ...], language: Language) -> Any
     names |= {group.__name__: group for p in parameters for group in groups(p.annotation)}
     captured = "".join(f" {n}" for n in dimensions)
     made = defined(name, source, f"{function.__module__}.{name}{captured}", names)
-    return language.jit(made, do_not_specialize=scalars)
+    return compiled_once(language.jit(made, do_not_specialize=scalars))
 
 
 def function_of(kernel: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Which of the backend's kernels runs: `candidates` that can, and the `cost` of each."""
+"""Which of Hopper's kernels runs: `candidates` that can, and the `cost` of each."""

@@ -1,3 +1,3 @@
-"""Host code that prepares the arguments of kernels and launches them."""
+"""Host code that prepares the arguments of Triton's kernels and launches them."""
 
 KERNELS = __name__.removesuffix("launch") + "kernels"  # the package of device code

@@ -1,1 +1,1 @@
-"""Which of the backend's kernels runs: `candidates` that can, and the `cost` of each."""
+"""Which of Triton's kernels runs: `candidates` that can, and the `cost` of each."""
