@@ -49,7 +49,7 @@ def test_the_folder_shows_the_course() -> None:
     steps = {step.file for step in STEPS}
     assert len(STEPS) == len(steps) == 17
     assert steps <= files
-    assert files - steps == {"__init__.py", "__main__.py", "py.typed", "step09_instructions.cuh"}
+    assert files - steps == {"__init__.py", "__main__.py", "py.typed", "step09_instructions.cuh", "steps.toml"}
     folders = {path.name for path in FOLDER.iterdir() if path.is_dir()} - {"__pycache__"}
     assert folders == {"_host", "related", "measure", "iomodel", "cli"}
 

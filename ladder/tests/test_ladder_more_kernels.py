@@ -35,7 +35,7 @@ def near(found: tuple[Tensor | None, Tensor | None], expected: tuple[Tensor, Ten
 
 @needs_triton
 def test_triton_compiles_for_a_gpu_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel with masks and strides; the other has nothing that step 8's have not."""
+    """The kernel with masks and strides, and the softmax that step 8's kernels do not have."""
     module = triton_any_size
     if triton_or_not.interprets(module.kernel):
         pytest.skip("Triton interprets in this process")
@@ -43,8 +43,8 @@ def test_triton_compiles_for_a_gpu_that_is_not_here(tmp_path: Path, monkeypatch:
     from triton.compiler import ASTSource
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    constants = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 32, "ONLINE": True}
-    types = dict.fromkeys("QKVO", "*fp16") | {"scale": "fp32"}
+    constants = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 32, "CAUSAL": True, "SOFTMAX": "running lse"}
+    types = dict.fromkeys("QKVO", "*fp16") | {"LSE": "*fp32", "scale": "fp32"}
     names = module.kernel.arg_names
     source = ASTSource(
         module.kernel,
@@ -72,6 +72,9 @@ def test_limits_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
             module.attention(*(torch.zeros(3, 5, 300)))
         with pytest.raises(ValueError, match="causal"):
             module.attention(q, q[:3], q[:3], True)
+    for keywords in ({"softmax": "lite", "causal": True}, {"softmax": "safe"}):
+        with pytest.raises(ValueError, match="one of .'lite', 'online', 'running lse'"):
+            triton_any_size.attention(q, q, q, **keywords)
 
 
 # CUDA ----------------------------------------------------------------------------------------------------------------
