@@ -29,21 +29,21 @@ def run_kernels() -> None:
 
     from flashtile_ladder._host.cuda_steps import registers, rows, split_keys, tensor_cores, warps
     from flashtile_ladder._host.cuda_steps import running_lse as running_lse_cuda
-    from flashtile_ladder.related import block_query, share_kv
+    from flashtile_ladder.related import block_query
 
     q, k, v = torch.randn(3, 77, 64, device="cuda")
     q16, k16, v16 = (x.half() for x in (q, k, v))
     for step in (rows, warps, registers, running_lse_cuda):
         step.attention(q, k, v, True)
-    for step in (tensor_cores, split_keys):
-        step.attention(q16, k16, v16, True)
+    split_keys.attention(q16, k16, v16, True)
     for reduction in ("tree", "shuffles"):
         block_query.attention(q, k, v, reduction=reduction)
         block_query.attention(q16, k16, v16, reduction=reduction)
     for stages in (1, 2):
-        share_kv.attention(q16, k16, v16, True, block_m=128, stages=stages)
+        tensor_cores.attention(q16, k16, v16, True, stages=stages)
+        tensor_cores.attention(q16, k16, v16, True, block_m=128, stages=stages)
         q_wide, k_wide, v_wide = torch.randn(3, 77, 248, device="cuda").half()
-        share_kv.attention(q_wide, k_wide, v_wide, block_n=32, stages=stages)
+        tensor_cores.attention(q_wide, k_wide, v_wide, block_n=32, stages=stages)
     torch.cuda.synchronize()
 
 

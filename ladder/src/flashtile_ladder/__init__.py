@@ -61,4 +61,5 @@ class Step(NamedTuple):
         return importlib.import_module(f"{__name__}._host.cuda_steps").STEPS[self.module]
 
 
-STEPS = tuple(Step(**given) for given in tomllib.loads((Path(__file__).parent / "steps.toml").read_text("utf-8"))["step"])
+TABLES = tomllib.loads((Path(__file__).parent / "steps.toml").read_text(encoding="utf-8"))["step"]
+STEPS = tuple(Step(**table) for table in TABLES)

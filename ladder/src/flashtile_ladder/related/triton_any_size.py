@@ -119,7 +119,7 @@ def attention(
     if d > LARGEST_D or len(dtypes) != 1 or q.dtype not in (torch.float16, torch.float32):
         raise ValueError(f"q, k, v have {dtypes} and d = {d}; this kernel takes float16 or float32, d to {LARGEST_D}")
     if softmax not in SOFTMAXES or (causal and (softmax == "lite" or n != len(k))):
-        raise ValueError(f"softmax={softmax!r}, q, k, v {shapes}; one of {SOFTMAXES}, causal with one N and not in lite")
+        raise ValueError(f"softmax={softmax!r}, {shapes}; one of {SOFTMAXES}, causal with one N and not in lite")
     scale = 1 / math.sqrt(d) if scale is None else scale
     out = torch.empty((n, d), dtype=q.dtype, device=q.device)
     lse = torch.empty(n, dtype=torch.float32, device=q.device)
@@ -136,7 +136,7 @@ def main() -> None:
         q, k, v = torch.randn(3, n, d, device=device)
         exact = torch.softmax(q.double() @ k.double().mT / math.sqrt(d), dim=1) @ v.double()  # [N, d]
         errors = {x: float((attention(q, k, v, softmax=x)[0] - exact).abs().max()) for x in SOFTMAXES}
-        print(f"N = {n:>3}, d = {d:>2}: error of", ", of ".join(f"{name} {error:.1e}" for name, error in errors.items()))
+        print(f"N = {n:>3}, d = {d:>2}: error of", ", of ".join(f"{name} {x:.1e}" for name, x in errors.items()))
 
 
 if __name__ == "__main__":
