@@ -72,9 +72,9 @@ def test_limits_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
             module.attention(*(torch.zeros(3, 5, 300)))
         with pytest.raises(ValueError, match="causal"):
             module.attention(q, q[:3], q[:3], True)
-    for keywords in ({"softmax": "lite", "causal": True}, {"softmax": "safe"}):
+    for softmax, causal in (("lite", True), ("safe", False)):
         with pytest.raises(ValueError, match=r"one of .'lite', 'online', 'running lse'"):
-            triton_any_size.attention(q, q, q, **keywords)
+            triton_any_size.attention(q, q, q, causal, softmax=softmax)
 
 
 # CUDA ----------------------------------------------------------------------------------------------------------------

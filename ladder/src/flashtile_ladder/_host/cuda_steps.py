@@ -88,7 +88,7 @@ class TensorCores(CudaStep):
         block_n: int = 64,
         stages: int = 1,
     ) -> Source:
-        tile = {"BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": stages}
+        tile: dict[str, Any] = {"BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": stages}
         return source(self.file, *flags, HEAD_DIM=d, HALF=PTX_TYPES[dtype or torch.float16], **tile)
 
     def attention(  # type: ignore[override]  # with sizes of a tile, and without bugs

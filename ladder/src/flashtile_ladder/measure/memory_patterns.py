@@ -117,9 +117,6 @@ def compared(kernel: str, padded_ms: float, unpadded_ms: float) -> dict[str, Any
 
 
 if __name__ == "__main__":
-    problem = "there is no GPU" if not torch.cuda.is_available() else cuda_launch.unavailable(torch.device("cuda"))
-    if problem is not None:
-        raise SystemExit(f"cannot run: {problem}")
     for measurement in (coalescing, bank_conflicts):
-        for line in measurement(torch.device("cuda")):
+        for line in measurement(cuda_launch.gpu()):
             print(", ".join(f"{name} {x:.4g}" if isinstance(x, float) else f"{name} {x}" for name, x in line.items()))

@@ -26,7 +26,7 @@ account once writes 8M where it means 8 KB.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -64,7 +64,7 @@ class Tile(NamedTuple):
         return multiprocessor // (self.bytes + RESERVED)
 
     @property
-    def keywords(self) -> dict[str, int]:
+    def keywords(self) -> dict[str, Any]:
         """Those of step 9's `attention`."""
         return {"block_m": self.rows, "block_n": self.keys, "stages": self.stages}
 
