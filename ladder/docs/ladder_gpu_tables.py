@@ -12,6 +12,7 @@ from ladder_agreement import disagreements
 from ladder_stored import PRODUCT, STANDARD, THREE, TRITON, MissingError, Row, code, command, rows, times
 
 PUBLISHED_LEVELS = {"registers": (1, 19), "shared": (5, 19), "L2": (30, 4), "HBM": (400, 3)}  # cycles, TB/s
+TENSOR_CORES = "9 CUDA C++, tensor cores, float16"
 LOSS = 0.97  # the report's rule: less of a peer's speed than this is a loss
 
 
@@ -158,7 +159,7 @@ def cuda_words(found: list[Row], n: int) -> str:
     pairs = {
         ("block for each query, tree", "block for each query, shuffles"): "A tree in shared memory takes {} ms and"
         " shuffles {} for the same reductions of a block.",
-        ("split-K, float16", "split-Q, float16"): "Keys to the warps (split-K) take {} ms and rows (split-Q) {}.",
+        ("split-K, float16", TENSOR_CORES): "Keys to the warps (split-K) take {} ms and rows (split-Q, step 9) {}.",
     }
     lines += [words.format(*(figure(ms[x]) for x in names)) for names, words in pairs.items() if names[0] in ms]
     tree, shuffles, product = (ms.get(x) for x in (*next(iter(pairs)), f"{PRODUCT}, float32"))

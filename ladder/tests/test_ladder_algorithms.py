@@ -14,6 +14,7 @@ from flashtile_ladder import step05_flash1, step06_flash2
 from flashtile_ladder.measure.counted import count
 from flashtile_ladder.related import (
     block_sparse,
+    flash3,
     fusion,
     intensity,
     launcher,
@@ -317,6 +318,25 @@ def test_shared_memory_of_tiles() -> None:
     assert tile(64, 64, 64).blocks(164 * 1024) == 8
 
 
+def test_flash3_is_attention_in_another_order() -> None:
+    """Partial tiles, one tile, rows that see nothing of a tile."""
+    for n, causal in ((1, False), (40, True), (100, False), (100, True)):
+        q, k, v = torch.randn(3, n, 8, dtype=torch.float64)
+        found = flash3.attention(q, k, v, causal, block_m=32, block_n=16)
+        for x, y in zip(found, step06_flash2.attention(q, k, v, causal), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+def test_products_and_exponentials_at_the_same_time() -> None:
+    """Without overlap the shares are those of the sums by hand; with it the longer of the two units decides."""
+    for d, alone in ((64, 1 / 2), (128, 2 / 3), (32, 1 / 3)):
+        assert flash3.busy(d) == pytest.approx(alone)
+        most = min(1.0, d / 64)
+        for given in ({"pipelined": True}, {"warpgroups": 2}, {"warpgroups": 2, "pipelined": True}):
+            assert alone < flash3.busy(d, **given) <= most
+        assert flash3.busy(d, pipelined=True, tiles=1000) == pytest.approx(most, rel=0.01)
+
+
 # The page ------------------------------------------------------------------------------------------------------------
 
 COUNTED = (
@@ -332,6 +352,7 @@ COUNTED = (
     "related.tensor_parallel",
     "related.launcher",
     "related.shared_memory",
+    "related.flash3",
 )
 
 

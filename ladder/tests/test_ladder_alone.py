@@ -49,7 +49,7 @@ def test_the_folder_shows_the_course() -> None:
     steps = {step.file for step in STEPS}
     assert len(STEPS) == len(steps) == 17
     assert steps <= files
-    assert files - steps == {"__init__.py", "__main__.py", "py.typed", "step09_instructions.cuh"}
+    assert files - steps == {"__init__.py", "__main__.py", "py.typed", "step09_instructions.cuh", "steps.toml"}
     folders = {path.name for path in FOLDER.iterdir() if path.is_dir()} - {"__pycache__"}
     assert folders == {"_host", "related", "measure", "iomodel", "cli"}
 
@@ -145,6 +145,29 @@ def test_the_sentence_of_four_tokens() -> None:
     parts = [step01_softmax.normalizer(x) for x in scores.split(2)]
     assert all(f"l = {part.l:.3f}" in page for part in parts)
     assert f"= {step01_softmax.merge(*parts).l:.3f}" in page
+
+
+def test_every_section_ends_with_an_exercise_and_the_page_with_its_answer() -> None:
+    """And what the answers say in figures is so."""
+    page, _, answers = PAGE.read_text(encoding="utf-8").partition("\n## Answers\n")
+    course = page[page.index("\n## What attention is\n") :]
+    sections = course.split("\n## ")[1:]
+    for section in sections:
+        marks = [section.rindex(mark) for mark in ("**Run**", "**You should see**", "**Why.**", "**Exercise.**")]
+        assert marks == sorted(marks), section[:40]
+    titles = [section.partition("\n")[0] for section in sections]
+    assert re.findall(r"^- \*\*(.*?)\.\*\*", answers, re.MULTILINE) == titles
+    weights = torch.softmax(torch.tensor([2.0, 4.0, 6.0, 8.0]), 0)
+    assert ", ".join(f"{x:.3f}" for x in weights) in answers
+    n, d = 64, 16
+    assert f"4 N² d = {4 * n * n * d:,}" in answers
+    standard = next(step for step in STEPS if step.module == "step04_standard")
+    moved = alone.bytes_moved(standard, *torch.randn(3, 1024, 64))
+    assert isinstance(moved, alone.Bytes)
+    assert f"{moved.read / 1e6:.3g} MB read and {moved.written / 1e6:.3g} MB written" in answers
+    shape, memory = iomodel.Shape.square(4096, 128), iomodel.ON_CHIP_BYTES["A100"]
+    gain = iomodel.standard_forward(shape).moved / iomodel.flash1_forward(shape, memory).moved
+    assert f"falls to {gain:.2f}" in answers
 
 
 def test_bytes_are_those_of_the_model() -> None:

@@ -90,7 +90,7 @@ def test_stack_has_the_first_triton_kernel_where_it_is_right(monkeypatch: pytest
     only(monkeypatch, "8")
     monkeypatch.setattr(stack, "triton_compiles", lambda device: True)
     monkeypatch.setattr(stack.step08_triton_lite, "attention", stack.step06_flash2.attention)
-    any_size = lambda q, k, v, online: stack.step06_flash2.attention(q, k, v)  # noqa: E731
+    any_size = lambda q, k, v, softmax: stack.step06_flash2.attention(q, k, v)  # noqa: E731
     monkeypatch.setattr(stack.triton_any_size, "attention", any_size)
     rows = run_json("--table", "stack")["tables"]["stack"]["rows"]
     assert [row["n"] for row in rows if row["step"] == stack.LITE] == [64]

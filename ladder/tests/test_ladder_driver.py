@@ -11,8 +11,7 @@ import torch
 
 from flashtile_ladder._host import cpp as step03_cpp
 from flashtile_ladder._host import cuda_compile, cuda_launch
-from flashtile_ladder._host.cuda_steps import warps
-from flashtile_ladder.related import share_kv
+from flashtile_ladder._host.cuda_steps import tensor_cores, warps
 
 SOURCE = Path(__file__).parent / "cuda_emulation" / "driver.c"
 pytestmark = pytest.mark.skipif(step03_cpp.compiler() is None, reason="there is no C++ compiler")
@@ -70,14 +69,14 @@ def test_a_launch(driver: ctypes.CDLL) -> None:
 def test_more_than_48_kb_of_shared_memory_are_asked_for(driver: ctypes.CDLL) -> None:
     """The driver's kernels have 7,701 bytes of their own, and its GPU allows a block 227 KB."""
     q = torch.zeros(100, 256, dtype=torch.float16)
-    share_kv.attention(q[:, :64], q[:, :64], q[:, :64])
+    tensor_cores.attention(q[:, :64], q[:, :64], q[:, :64])
     record = Record.in_dll(driver, "record")
     assert (record.shared, record.allowed) == (18 * 1024, 0), "48 KB need no attribute"
-    share_kv.attention(q, q, q, stages=2)
+    tensor_cores.attention(q, q, q, stages=2)
     assert (record.shared, record.allowed) == (2 * 264 * 192, 2 * 264 * 192)
     assert (tuple(record.grid), tuple(record.block)) == ((2, 1, 1), (128, 1, 1))
     with pytest.raises(ValueError, match="311,829 bytes of shared memory, and this GPU allows it 232,448"):
-        share_kv.attention(q, q, q, block_m=512)
+        tensor_cores.attention(q, q, q, block_m=512)
     assert record.launches == 2
 
 

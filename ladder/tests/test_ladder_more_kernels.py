@@ -11,8 +11,8 @@ from torch import Tensor
 
 from flashtile_ladder._host import cuda_compile, triton_or_not
 from flashtile_ladder._host.cuda_steps import running_lse as running_lse_cuda
-from flashtile_ladder._host.cuda_steps import split_keys
-from flashtile_ladder.related import block_query, share_kv, shared_memory, triton_any_size
+from flashtile_ladder._host.cuda_steps import split_keys, tensor_cores, tile_bytes
+from flashtile_ladder.related import block_query, shared_memory, triton_any_size
 
 needs_triton = pytest.mark.skipif(not triton_or_not.INSTALLED, reason="Triton is not installed")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -35,7 +35,7 @@ def near(found: tuple[Tensor | None, Tensor | None], expected: tuple[Tensor, Ten
 
 @needs_triton
 def test_triton_compiles_for_a_gpu_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel with masks and strides; the other has nothing that step 8's have not."""
+    """The kernel with masks and strides, and the softmax that step 8's kernels do not have."""
     module = triton_any_size
     if triton_or_not.interprets(module.kernel):
         pytest.skip("Triton interprets in this process")
@@ -43,8 +43,8 @@ def test_triton_compiles_for_a_gpu_that_is_not_here(tmp_path: Path, monkeypatch:
     from triton.compiler import ASTSource
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    constants = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 32, "ONLINE": True}
-    types = dict.fromkeys("QKVO", "*fp16") | {"scale": "fp32"}
+    constants = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 32, "CAUSAL": True, "SOFTMAX": "running lse"}
+    types = dict.fromkeys("QKVO", "*fp16") | {"LSE": "*fp32", "scale": "fp32"}
     names = module.kernel.arg_names
     source = ASTSource(
         module.kernel,
@@ -72,6 +72,9 @@ def test_limits_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
             module.attention(*(torch.zeros(3, 5, 300)))
         with pytest.raises(ValueError, match="causal"):
             module.attention(q, q[:3], q[:3], True)
+    for softmax, causal in (("lite", True), ("safe", False)):
+        with pytest.raises(ValueError, match=r"one of .'lite', 'online', 'running lse'"):
+            triton_any_size.attention(q, q, q, causal, softmax=softmax)
 
 
 # CUDA ----------------------------------------------------------------------------------------------------------------
@@ -104,8 +107,8 @@ def test_cuda_in_the_emulation(name: str) -> None:
 
 
 HALVES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "share KV, one stage": (share_kv, {"block_n": 32}),
-    "share KV, two stages": (share_kv, {"block_m": 128, "block_n": 32, "stages": 2}),
+    "tensor cores, one stage": (tensor_cores, {"block_n": 32}),
+    "tensor cores, two stages": (tensor_cores, {"block_m": 128, "block_n": 32, "stages": 2}),
     "split keys": (split_keys, {}),
 }
 
@@ -120,7 +123,7 @@ def near_in_half(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], 
 def test_cuda_in_16_bits_in_the_emulation(name: str) -> None:
     """Partial tiles of rows and keys, warps that see no key, grouped heads; a d that is no tile's width."""
     module, keywords = HALVES[name]
-    d = 24 if module is share_kv else 32
+    d = 24 if module is tensor_cores else 32
     rows = keywords.get("block_m", 64)
     for order, n, causal in (("forward", 3, False), ("backward", rows, True), ("shuffled", rows + 6, True)):
         q, k, v = torch.randn(3, n, d).half()
@@ -147,7 +150,7 @@ def test_block_query_in_16_bits_in_the_emulation() -> None:
 BARRIERS = {  # what a text of a kernel becomes without it, and the call that shows it
     "a level of the tree": (block_query, {"reduction": "tree"}, "__syncthreads();  // this level is complete", "//"),
     "two stages, copies": (
-        share_kv,
+        tensor_cores,
         {"stages": 2},
         "    wait_for_copies();\n    __syncthreads();",
         "    wait_for_copies();",
@@ -162,7 +165,9 @@ BARRIERS = {  # what a text of a kernel becomes without it, and the call that sh
 def test_without_a_barrier_an_order_goes_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, keywords, *replaced = BARRIERS[name]
     right = module.source_for
-    monkeypatch.setattr(module, "source_for", lambda *given: right(*given)._replace(replaced=tuple(replaced)))
+    monkeypatch.setattr(
+        module, "source_for", lambda *given, **tile: right(*given, **tile)._replace(replaced=tuple(replaced))
+    )
     half = module is not block_query
     q, k, v = (x.half() if half else x for x in torch.randn(3, 70, 32 if module is split_keys else 16))
     wrong = 0
@@ -184,7 +189,8 @@ def test_cuda_compiles_for_a_gpu_that_is_not_here() -> None:
     no_spills = ("--ptxas-options=--warn-on-spills", "--ptxas-options=--warning-as-error")
     half = torch.float16
     sources = [(module, module.source_for(64, *keywords.values())) for module, keywords in KERNELS.values()]
-    sources += [(share_kv, share_kv.source_for(share_kv.TILES[-1])), (split_keys, split_keys.source_for(64))]
+    sources += [(tensor_cores, tensor_cores.source_for(x.d, **x.keywords)) for x in shared_memory.MEASURED[-5::4]]
+    sources += [(split_keys, split_keys.source_for(64))]
     sources += [(block_query, block_query.source_for(64, "tree", half))]
     for module, source in sources:
         assert module.NAME.encode() in cuda_compile.cubin(source._replace(flags=no_spills), 90)
@@ -193,11 +199,12 @@ def test_cuda_compiles_for_a_gpu_that_is_not_here() -> None:
 
 
 def test_shared_memory_is_the_formulas() -> None:
-    assert [share_kv.shared_bytes(tile) for tile in share_kv.TILES] == [tile.bytes for tile in share_kv.TILES]
-    assert share_kv.shared_bytes(shared_memory.Tile(64, 64, 24)) == shared_memory.Tile(64, 64, 32).bytes
+    for tile in shared_memory.MEASURED:
+        assert tile_bytes(tile.d, tile.rows + tile.stages * tile.keys) == tile.bytes
+    assert tile_bytes(24, 128) == shared_memory.Tile(64, 64, 32).bytes
     for keywords in ({"block_m": 40}, {"block_n": 8}, {"stages": 3}):
         with pytest.raises(ValueError, match="multiples of 16"):
-            share_kv.attention(*torch.zeros(3, 5, 16), **keywords)
+            tensor_cores.attention(*torch.zeros(3, 5, 16), **keywords)
 
 
 @pytest.mark.gpu
@@ -210,10 +217,10 @@ def test_on_a_gpu() -> None:
             atol = 2e-5 if module is running_lse_cuda else 5e-6
             found, expected = module.attention(q, k, v, causal, **keywords), exact(q, k, v, causal)
             assert near(found, expected, atol), (module.NAME, keywords, n, d, causal)
-    for tile in share_kv.TILES:
+    for tile in shared_memory.MEASURED:
         q, k, v = torch.randn(3, 1000, tile.d, device="cuda").half()
         for causal in (False, True):
-            found = share_kv.attention(q, k, v, causal, **share_kv.keywords(tile))
+            found = tensor_cores.attention(q, k, v, causal, **tile.keywords)
             assert near_in_half(found, exact(q, k, v, causal), float(v.abs().max())), (tile, causal)
     for n, d in ((3, 16), (130, 32), (1000, 64)):
         q, k, v = torch.randn(3, n, d, device="cuda").half()

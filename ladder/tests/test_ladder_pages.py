@@ -18,7 +18,7 @@ from flashtile_ladder.cli import rounding as ladder_rounding
 from flashtile_ladder.cli.measure import Measurement, Table
 from flashtile_ladder.iomodel import Machine, Shape
 from flashtile_ladder.measure import memory_levels, memory_patterns, rounding
-from flashtile_ladder.related import share_kv
+from flashtile_ladder.related import shared_memory
 
 CPU = torch.device("cpu")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -184,7 +184,7 @@ def small_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(memory_patterns, "fastest_ms", run_once)
     monkeypatch.setattr(memory_levels, "fastest_ms", run_once)
     monkeypatch.setattr(gpu, "SHARED_LENGTH", 40)
-    monkeypatch.setattr(share_kv, "TILES", (share_kv.Tile(32, 16, 16, stages=2),))
+    monkeypatch.setattr(shared_memory, "MEASURED", (shared_memory.Tile(32, 16, 16, stages=2),))
     monkeypatch.setattr(cuda_launch, "most_shared_bytes", lambda device: 227 * 1024)
     for module in (gpu, long):
         monkeypatch.setattr(module, "timed", timed)
@@ -202,7 +202,7 @@ def test_tables_of_kernels_in_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = torch.randn(3, 1, 2, 5, 8)
     (out,) = gpu.head_by_head(step04_standard.attention, q, k, v)
     torch.testing.assert_close(out, torch.softmax(q @ k.mT / math.sqrt(8), -1) @ v)
-    calls = {name: call for name, call in every.items() if name not in {*one_head, "split-Q, float16"}}
+    calls = {name: call for name, call in every.items() if name not in one_head}
     monkeypatch.setattr(gpu, "cuda_calls", lambda: calls)
     rows = finished(gpu.cuda(CPU)).rows
     assert [row["step"] for row in rows] == list(calls)

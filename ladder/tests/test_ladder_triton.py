@@ -23,7 +23,7 @@ from flashtile.testing.case import Case
 from flashtile.testing.tolerance import compare
 from flashtile_ladder import step04_standard, step08_triton_lite, step08_triton_lse, step08_triton_online
 from flashtile_ladder._host import triton_or_not
-from flashtile_ladder.related import running_lse_triton, triton_any_size
+from flashtile_ladder.related import triton_any_size
 
 TILE = step08_triton_lite.BLOCK_M
 needs_triton = pytest.mark.skipif(not triton_or_not.INSTALLED, reason="Triton is not installed")
@@ -114,24 +114,20 @@ def assert_right_in_each_head(results: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def further(device: str = "cpu") -> list[tuple[str, dict[str, Any]]]:
-    """Kernels that are no steps: the running log-sum-exp, and any size, also of strided heads."""
+    """A kernel that is no step: of any size, also of strided heads, with the running log-sum-exp too."""
     calls: list[tuple[str, dict[str, Any]]] = []
-    for n, causal in ((1, False), (70, False), (70, True)):
-        q, k, v = torch.randn(3, n, 16, device=device)
-        calls.append(("related.running_lse_triton", {"q": q, "k": k, "v": v, "causal": causal}))
-    for rows, keys, d in ((1, 1, 1), (8, 8, 16), (65, 70, 24)):
+    for number, (rows, keys, d) in enumerate(((1, 1, 1), (8, 8, 16), (65, 70, 24), (70, 70, 16), (130, 130, 16))):
         q, k = (torch.randn(n, 3, d, device=device)[:, 1] for n in (rows, keys))
-        calls.append(("related.triton_any_size", {"q": q, "k": k, "v": torch.randn(d, keys, device=device).mT}))
+        given = {"q": q, "k": k, "v": torch.randn(d, keys, device=device).mT, "causal": rows == keys > 8}
+        calls.append(("related.triton_any_size", given | {"softmax": triton_any_size.SOFTMAXES[1 + number % 2]}))
     return calls
 
 
 def assert_further_are_right(calls: list[tuple[str, dict[str, Any]]], results: list[Any]) -> None:
-    for (module, given), (out, lse) in zip(calls, results, strict=True):
-        exact = attention_of(**given)
-        torch.testing.assert_close(out.cpu().double(), exact[0], rtol=0, atol=5e-6)
-        assert (lse is None) == (module == "related.triton_any_size")
-        if lse is not None:
-            torch.testing.assert_close(lse.cpu().double(), exact[1], rtol=0, atol=5e-6)
+    for (_, given), found in zip(calls, results, strict=True):
+        exact = attention_of(*(given[name] for name in ("q", "k", "v", "causal")))
+        for x, y in zip(found, exact, strict=True):
+            torch.testing.assert_close(x.cpu().double(), y, rtol=0, atol=5e-6)
 
 
 def attention_of(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
@@ -148,12 +144,13 @@ def test_in_the_interpreter(tmp_path: Path) -> None:
     """Lite of any size too: right with all keys in one tile, of any number, and wrong with two."""
     calls, others = [(module, arguments(case)) for module, case in PROBLEMS], further()
     q, k, v = torch.randn(3, 65, 24)
-    lite = [("related.triton_any_size", {"q": q, "k": k[:n], "v": v[:n], "online": False}) for n in (24, 65)]
+    lite = [("related.triton_any_size", {"q": q, "k": k[:n], "v": v[:n], "softmax": "lite"}) for n in (24, 65)]
     results = run_simulated([*calls, *TILES, *others, *lite], tmp_path, TRITON_INTERPRET="1")
     assert_right_but_lite(results[: len(calls)])
     assert_right_in_each_head(results[len(calls) : len(calls) + len(TILES)])
     assert_further_are_right(others, results[len(calls) + len(TILES) : -2])
-    (one, _), (two, _) = results[-2:]
+    (one, lse), (two, _) = results[-2:]
+    assert lse is None
     torch.testing.assert_close(one.double(), attention_of(q, k[:24], v[:24])[0], rtol=0, atol=5e-6)
     assert float((two - attention_of(q, k, v)[0]).abs().max()) > 0.1
 
@@ -203,9 +200,8 @@ def test_on_a_gpu() -> None:
     assert_right_but_lite([modules[module].attention(**arguments(case, "cuda")) for module, case in PROBLEMS])
     on_gpu = [{name: x.cuda() if isinstance(x, Tensor) else x for name, x in given.items()} for _, given in TILES]
     assert_right_in_each_head([step08_triton_lse.attention(**given) for given in on_gpu])
-    others = {"running_lse_triton": running_lse_triton, "triton_any_size": triton_any_size}
     calls = further("cuda")
-    assert_further_are_right(calls, [others[module].attention(**given) for module, given in calls])
+    assert_further_are_right(calls, [triton_any_size.attention(**given) for _, given in calls])
     q, k, v = (torch.randn(256, 64, device="cuda") for _ in range(3))
     exact = step04_standard.attention(q.double(), k.double(), v.double())[0]
     errors = [

@@ -1,8 +1,7 @@
 // Step 3. C++ on one thread: the two halves of step 2 compiled.
 //
 // The change. Nothing in the mathematics: `graph=True` records `Value*` nodes as step02_autograd does, `graph=False`
-// has
-// the loops of step02_floats, in float32.
+// has the loops of step02_floats, in float32.
 //
 // Why it is faster. A multiplication is one instruction on a register; in Python it is a type test, a call and a new
 // object on the heap. -O2 removes what the language adds; -O3 -march=native also uses this machine's vector registers

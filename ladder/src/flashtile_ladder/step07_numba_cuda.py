@@ -8,6 +8,12 @@ and of V, is brought into shared memory by all of them together, a barrier befor
         thread t copies row t of the tile of K and of V        barrier
         each thread: online softmax over the tile's keys       barrier
 
+Registers. A thread keeps its q and its accumulator in private arrays, and takes KEYS keys at a time, whose scores are
+a third one: a tile of registers, in which a number of q serves KEYS products and the accumulator is corrected once for
+KEYS keys. Private arrays are registers if every index is a constant once loops are unrolled, as those of `range(d)` and
+`range(KEYS)` are. The compiler unrolls up to a size: with 4 keys and d = 64 it gives up, and q and the accumulator lie
+in local memory, 512 bytes of HBM behind the caches. With 2 it takes 168 registers and none.
+
 Types. Numba computes in the wider type of two operands, and a Python float is float64. A GPU is slow in float64: so the
 scale is a float32 argument, and sums begin as float32(0.0).
 
@@ -38,6 +44,7 @@ except ImportError:
     cuda = float32 = None
 
 BLOCK = 32  # threads of a block: rows, and keys of a tile
+KEYS = 2  # that a thread takes at a time; divides BLOCK
 
 
 @functools.cache
@@ -52,29 +59,47 @@ def kernel(d: int) -> Any:
         row = first + thread
         k_tile = cuda.shared.array((BLOCK, d), float32)
         v_tile = cuda.shared.array((BLOCK, d), float32)
-        acc = cuda.local.array(d, float32)
+        q_row, acc = cuda.local.array(d, float32), cuda.local.array(d, float32)
+        s = cuda.local.array(KEYS, float32)  # scores, then weights, of some keys
         m, l = float32(-math.inf), float32(0.0)
         for c in range(d):
+            q_row[c] = q[row, c] * scale if row < n else float32(0.0)
             acc[c] = 0.0
-        for start in range(0, min(first + BLOCK, n) if causal else n, BLOCK):
-            if start + thread < n:
-                for c in range(d):
-                    k_tile[thread, c] = k[start + thread, c]
-                    v_tile[thread, c] = v[start + thread, c]
+        end = n  # the first key that no row of the block sees; with `if`, since Numba 0.68 has no min for a GPU
+        if causal and first + BLOCK < n:
+            end = first + BLOCK
+        for start in range(0, end, BLOCK):
+            for c in range(d):  # zeros beyond N: a weight of 0 times what was there before may be NaN
+                k_tile[thread, c] = k[start + thread, c] if start + thread < n else float32(0.0)
+                v_tile[thread, c] = v[start + thread, c] if start + thread < n else float32(0.0)
             cuda.syncthreads()  # the tile is there
-            if row < n:
-                for j in range(min(BLOCK, n - start)):
-                    if not causal or start + j <= row:
-                        x = float32(0.0)  # 0.0 alone is float64, and makes every sum with it float64
-                        for c in range(d):
-                            x += q[row, c] * k_tile[j, c]
-                        x *= scale
-                        m_new = max(m, x)
-                        alpha, p = math.exp(m - m_new), math.exp(x - m_new)
-                        l = l * alpha + p
-                        for c in range(d):
-                            acc[c] = acc[c] * alpha + p * v_tile[j, c]
-                        m = m_new
+            last = row if causal else n - 1  # the row's last key
+            if row >= n:
+                last = -1
+            for first_key in range(0, BLOCK, KEYS):  # the online softmax of step 6, KEYS keys at a time
+                if start + first_key > last:
+                    break
+                m_new = m
+                for j in range(KEYS):
+                    s[j] = 0.0
+                for c in range(d):
+                    for j in range(KEYS):
+                        s[j] += q_row[c] * k_tile[first_key + j, c]
+                for j in range(KEYS):
+                    if start + first_key + j > last:
+                        s[j] = -math.inf
+                    if s[j] > m_new:
+                        m_new = s[j]
+                alpha = math.exp(m - m_new)
+                l *= alpha
+                for j in range(KEYS):
+                    s[j] = math.exp(s[j] - m_new)
+                    l += s[j]
+                for c in range(d):
+                    acc[c] *= alpha
+                    for j in range(KEYS):
+                        acc[c] += s[j] * v_tile[first_key + j, c]
+                m = m_new
             cuda.syncthreads()  # no thread reads it any more
         if row < n:
             for c in range(d):

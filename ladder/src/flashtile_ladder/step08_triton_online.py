@@ -12,12 +12,9 @@ Limits: N a multiple of 64; d 16, 32, 64 or 128; no causal; no lse (`None` is re
 """
 # pyright: reportInvalidTypeForm=false
 
-import math
-
-import torch
 from torch import Tensor
 
-from ._host.triton_or_not import check, on, tl, triton
+from ._host.triton_or_not import tl, triton, whole_tiles
 
 BLOCK_M = BLOCK_N = 64
 
@@ -67,25 +64,8 @@ def attention(
     *,
     input_precision: str = "ieee",
 ) -> tuple[Tensor, None]:
-    """`[N, d]` to out `[N, d]`, and no lse.
-
-    `input_precision` is that of `tl.dot` for float32: "ieee", or Triton's default "tf32" (see step08_triton_lse).
-
-    Raises:
-        TritonUnavailableError: Triton is missing, or there is neither a GPU nor its interpreter.
-        ValueError: causal, or a shape or dtype outside the limits above.
-    """
-    if causal:
-        raise ValueError("this step has no causal; step08_triton_lse has")
-    check(kernel, q, k, v, multiple_of=BLOCK_M, precision=input_precision)
-    n, d = q.shape
-    scale = 1 / math.sqrt(d) if scale is None else scale
-    out = torch.empty((n, d), dtype=q.dtype, device=q.device)
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    grid = (n // BLOCK_M,)
-    with on(q.device):
-        kernel[grid](q, k, v, out, n, scale, d, BLOCK_M, BLOCK_N, input_precision, num_stages=2)
-    return out, None
+    """`[N, d]` to out `[N, d]`, and no lse; `whole_tiles` says what is an error."""
+    return whole_tiles(kernel, BLOCK_M, q, k, v, causal, scale, input_precision), None
 
 
 if __name__ == "__main__":

@@ -17,9 +17,8 @@
 // _host/cuda_steps.py has three mix-ups of these parts; each computes right results for some problems, and the page
 // shows which test sees it.
 //
-// A block of 32 x 32 threads and a tile of 32 * ROWS rows and 32 keys. Thread (x, y) has the rows y, y + 32, ... of the
-// tile, and of those column x of S and the columns x, x + 32, ... of the accumulator, in arrays of registers. HEAD_DIM
-// (d) and ROWS are set when this is compiled. float32, d 16, 32 or 64: more does not fit 48 KB.
+// HEAD_DIM (d) and ROWS, the rows of a thread, are set when this is compiled. float32, d 16, 32 or 64: more does not fit
+// 48 KB.
 //
 // Run it: python -m flashtile_ladder step09_cuda_registers
 

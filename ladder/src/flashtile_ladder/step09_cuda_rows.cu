@@ -15,9 +15,8 @@
 // nearly all of a GPU idle, threads that read rows of their own read D numbers apart, and the products run on the
 // ordinary units. The next three kernels take these up in turn.
 //
-// One block for each head, one thread for each row, keys outside: FlashAttention-1's order. HEAD_DIM (d) and BLOCK_N
-// are set when this is compiled; blockDim.x is the number of rows that go in step. float32, d 16, 32 or 64: q and acc
-// of a row are registers.
+// HEAD_DIM (d) and BLOCK_N are set when this is compiled; blockDim.x is the number of rows that go in step. float32,
+// d 16, 32 or 64: q and acc of a row are registers.
 //
 // Run it: python -m flashtile_ladder step09_cuda_rows
 

@@ -14,8 +14,7 @@
 // where the kernel before made 32. Heads come in groups that share K and V, and causal ends the loop at the row. It
 // lacks this: each row reads all of K and V for itself, N times in all, and five exchanges for each key take time.
 //
-// One block for each query position; its warps share out the keys, the lanes of a warp the numbers of a key. HEAD_DIM
-// (d) and WARPS are set when this is compiled. float32, d up to 256.
+// HEAD_DIM (d) and WARPS are set when this is compiled. float32, d up to 256.
 //
 // Run it: python -m flashtile_ladder step09_cuda_warps
 

@@ -54,100 +54,93 @@ class Values(NamedTuple):
     seed: int
 
 
-# Each line belongs to all variants ("") or to those with one of the named features.
-LINES = (
-    ("", "def variant(q, k, v, x):"),
-    ("", "    n, d = q.shape"),
-    ("", "    out, lse = q.new_empty((n, d)), q.new_empty((n,))"),
-    ("", "    for first in range(0, n, BLOCK):"),
-    ("", "        q_i = x.scale * q[first : first + BLOCK]  # [BLOCK, d]"),
-    ("uneven", "        q_i = padded(q_i)"),
-    ("", "        m = q_i.new_full((BLOCK,), -math.inf)"),
-    ("", "        l, acc = torch.zeros_like(m), torch.zeros_like(q_i)"),
-    ("", "        lo, hi = 0, n"),
-    ("causal", "        hi = min(hi, first + BLOCK)"),
-    ("window", "        lo = max(lo, first - x.window[0]) // BLOCK * BLOCK"),
-    ("window", "        hi = min(hi, first + BLOCK + x.window[1])"),
-    ("", "        for start in range(lo, hi, BLOCK):"),
-    ("", "            k_j, v_j = k[start : start + BLOCK], v[start : start + BLOCK]  # [BLOCK, d]"),
-    ("uneven", "            k_j, v_j = padded(k_j), padded(v_j)"),
-    (
-        "causal window alibi dropout uneven",
-        "            i, j = positions(first, start, q.device)  # [BLOCK, 1], [BLOCK]",
-    ),
-    ("", "            s = q_i @ k_j.mT  # [BLOCK, BLOCK]"),
-    ("softcap", "            s = x.softcap * torch.tanh(s / x.softcap)"),
-    ("alibi", "            s = s - x.slope * (i - j).abs()"),
-    ("causal", "            if start + BLOCK > first:  # partial; other tiles are full"),
-    ("causal", "                s = s.masked_fill(j > i, -math.inf)"),
-    ("window", "            if start < first + BLOCK - 1 - x.window[0] or start + BLOCK - 1 > first + x.window[1]:"),
-    ("window", "                s = s.masked_fill((j < i - x.window[0]) | (j > i + x.window[1]), -math.inf)"),
-    ("uneven", "            if start + BLOCK > n:"),
-    ("uneven", "                s = s.masked_fill(j >= n, -math.inf)"),
-    ("", "            m_new = torch.maximum(m, s.amax(dim=1))"),
-    ("", "            m_safe = m_new"),
-    (
-        "window",
-        "            m_safe = m_new.masked_fill(m_new == -math.inf, 0.0)  # a row may see nothing in its first tile",
-    ),
-    ("", "            alpha, p = torch.exp(m - m_safe), torch.exp(s - m_safe[:, None])"),
-    ("", "            l = l * alpha + p.sum(dim=1)"),
-    ("dropout", "            p = p * keep_factors(x.seed, i, j, x.dropout_p).to(p.dtype)"),
-    ("", "            acc = acc * alpha[:, None] + p @ v_j"),
-    ("", "            m = m_new"),
-    ("", "        acc, row_lse = acc / l[:, None], m + torch.log(l)"),
-    ("uneven", "        acc, row_lse = acc[: n - first], row_lse[: n - first]"),
-    ("", "        out[first : first + BLOCK], lse[first : first + BLOCK] = acc, row_lse"),
-    ("", "    return out, lse"),
-)
+# A line belongs to all variants, or after `#:` to those with one of the features that are named there.
+LINES = """\
+def variant(q, k, v, x):
+    n, d = q.shape
+    out, lse = q.new_empty((n, d)), q.new_empty((n,))
+    for first in range(0, n, BLOCK):
+        q_i = x.scale * q[first : first + BLOCK]  # [BLOCK, d]
+        q_i = padded(q_i)  #: uneven
+        m = q_i.new_full((BLOCK,), -math.inf)
+        l, acc = torch.zeros_like(m), torch.zeros_like(q_i)
+        lo, hi = 0, n
+        hi = min(hi, first + BLOCK)  #: causal
+        lo = max(lo, first - x.window[0]) // BLOCK * BLOCK  #: window
+        hi = min(hi, first + BLOCK + x.window[1])  #: window
+        for start in range(lo, hi, BLOCK):
+            k_j, v_j = k[start : start + BLOCK], v[start : start + BLOCK]  # [BLOCK, d]
+            k_j, v_j = padded(k_j), padded(v_j)  #: uneven
+            i, j = positions(first, start, q.device)  # [BLOCK, 1], [BLOCK]  #: causal window alibi dropout uneven
+            s = q_i @ k_j.mT  # [BLOCK, BLOCK]
+            s = x.softcap * torch.tanh(s / x.softcap)  #: softcap
+            s = s - x.slope * (i - j).abs()  #: alibi
+            if start + BLOCK > first:  # partial; other tiles are full  #: causal
+                s = s.masked_fill(j > i, -math.inf)  #: causal
+            if start < first + BLOCK - 1 - x.window[0] or start + BLOCK - 1 > first + x.window[1]:  #: window
+                s = s.masked_fill((j < i - x.window[0]) | (j > i + x.window[1]), -math.inf)  #: window
+            if start + BLOCK > n:  #: uneven
+                s = s.masked_fill(j >= n, -math.inf)  #: uneven
+            m_new = torch.maximum(m, s.amax(dim=1))
+            m_safe = m_new
+            m_safe = m_new.masked_fill(m_new == -math.inf, 0.0)  # a row may see nothing in its first tile  #: window
+            alpha, p = torch.exp(m - m_safe), torch.exp(s - m_safe[:, None])
+            l = l * alpha + p.sum(dim=1)
+            p = p * keep_factors(x.seed, i, j, x.dropout_p).to(p.dtype)  #: dropout
+            acc = acc * alpha[:, None] + p @ v_j
+            m = m_new
+        acc, row_lse = acc / l[:, None], m + torch.log(l)
+        acc, row_lse = acc[: n - first], row_lse[: n - first]  #: uneven
+        out[first : first + BLOCK], lse[first : first + BLOCK] = acc, row_lse
+    return out, lse
+"""
 
 
 # The same for backward. Slices make partial tiles here, so that uneven lengths need no line.
-BACKWARD_LINES = (
-    ("", "def variant(q, k, v, out, lse, dout, x, order, accumulators):"),
-    ("", "    n, d = q.shape"),
-    ("", "    delta = (dout * out).sum(dim=1, keepdim=True)  # [N, 1]"),
-    ("", "    dk, dv = torch.empty_like(k), torch.empty_like(v)"),
-    ("", "    for block in order:"),
-    ("", "        start, end = block * BLOCK, min((block + 1) * BLOCK, n)"),
-    ("", "        lo, hi = 0, n  # rows that see a key of the block"),
-    ("causal", "        lo = max(lo, start)"),
-    ("window", "        lo, hi = max(lo, start - x.window[1]), min(hi, end + x.window[0])"),
-    ("", "        keys, rows = slice(start, end), slice(lo, hi)"),
-    ("", "        q_i, dout_i = q[rows], dout[rows]  # [M, d]"),
-    ("", "        s = x.scale * (q_i @ k[keys].mT)  # [M, BLOCK]"),
-    ("softcap", "        t = torch.tanh(s / x.softcap)"),
-    ("softcap", "        s = x.softcap * t"),
-    (
-        "causal window alibi dropout",
-        "        i, j = torch.arange(lo, hi, device=q.device)[:, None], torch.arange(start, end, device=q.device)",
-    ),
-    ("alibi", "        s = s - x.slope * (i - j).abs()"),
-    ("causal", "        s = s.masked_fill(j > i, -math.inf)"),
-    ("window", "        s = s.masked_fill((j < i - x.window[0]) | (j > i + x.window[1]), -math.inf)"),
-    ("", "        p = torch.exp(s - lse[rows, None])  # [M, BLOCK]"),
-    ("", "        kept, dp = p, dout_i @ v[keys].mT"),
-    ("dropout", "        factors = keep_factors(x.seed, i, j, x.dropout_p).to(p.dtype)"),
-    ("dropout", "        kept, dp = p * factors, dp * factors"),
-    ("", "        ds = x.scale * p * (dp - delta[rows])"),
-    ("softcap", "        ds = ds * (1 - t * t)"),
-    ("", "        dk[keys], dv[keys] = ds.mT @ q_i, kept.mT @ dout_i  # [BLOCK, d]"),
-    ("", "        accumulators[block % len(accumulators)][rows] += ds @ k[keys]"),
-    ("", "    return dk, dv"),
-)
+BACKWARD_LINES = """\
+def variant(q, k, v, out, lse, dout, x, order, accumulators):
+    n, d = q.shape
+    delta = (dout * out).sum(dim=1, keepdim=True)  # [N, 1]
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    for block in order:
+        start, end = block * BLOCK, min((block + 1) * BLOCK, n)
+        lo, hi = 0, n  # rows that see a key of the block
+        lo = max(lo, start)  #: causal
+        lo, hi = max(lo, start - x.window[1]), min(hi, end + x.window[0])  #: window
+        keys, rows = slice(start, end), slice(lo, hi)
+        q_i, dout_i = q[rows], dout[rows]  # [M, d]
+        s = x.scale * (q_i @ k[keys].mT)  # [M, BLOCK]
+        t = torch.tanh(s / x.softcap)  #: softcap
+        s = x.softcap * t  #: softcap
+        i = torch.arange(lo, hi, device=q.device)[:, None]  # [M, 1]  #: causal window alibi dropout
+        j = torch.arange(start, end, device=q.device)  # [BLOCK]  #: causal window alibi dropout
+        s = s - x.slope * (i - j).abs()  #: alibi
+        s = s.masked_fill(j > i, -math.inf)  #: causal
+        s = s.masked_fill((j < i - x.window[0]) | (j > i + x.window[1]), -math.inf)  #: window
+        p = torch.exp(s - lse[rows, None])  # [M, BLOCK]
+        kept, dp = p, dout_i @ v[keys].mT
+        factors = keep_factors(x.seed, i, j, x.dropout_p).to(p.dtype)  #: dropout
+        kept, dp = p * factors, dp * factors  #: dropout
+        ds = x.scale * p * (dp - delta[rows])
+        ds = ds * (1 - t * t)  #: softcap
+        dk[keys], dv[keys] = ds.mT @ q_i, kept.mT @ dout_i  # [BLOCK, d]
+        accumulators[block % len(accumulators)][rows] += ds @ k[keys]
+    return dk, dv
+"""
 
 
-def source(features: Features, lines: Sequence[tuple[str, str]] = LINES) -> str:
+def source(features: Features, text: str = LINES) -> str:
     """The variant's text: the lines of its features and those of all."""
     on = {name for name, value in features._asdict().items() if value}
-    return "\n".join(line for names, line in lines if not names or on & set(names.split())) + "\n"
+    lines = [line.partition("  #: ") for line in text.splitlines()]
+    return "".join(f"{line}\n" for line, mark, names in lines if not mark or on & set(names.split()))
 
 
 @functools.cache
-def variant(features: Features, lines: Sequence[tuple[str, str]] = LINES) -> Callable[..., tuple[Tensor, Tensor]]:
+def variant(features: Features, text: str = LINES) -> Callable[..., tuple[Tensor, Tensor]]:
     """The compiled function of these features; the second call with the same ones compiles nothing."""
     names: dict[str, Any] = dict(globals())
-    exec(compile(source(features, lines), f"<attention for {features}>", "exec"), names)
+    exec(compile(source(features, text), f"<attention for {features}>", "exec"), names)
     return names["variant"]
 
 
@@ -169,11 +162,11 @@ def attention(
     `window` is (left, right), both at least 0: row i sees the keys i - left .. i + right.
     """
     given = {"window": window, "softcap": softcap, "alibi_slope": alibi_slope, "dropout_p": dropout_p, "seed": seed}
-    features, values = asked(q, k, v, causal, scale, **given)
+    features, values = requested(q, k, v, causal, scale, **given)
     return variant(features)(q, k, v, values)
 
 
-def asked(  # the keywords of `attention` and `backward`
+def requested(  # the keywords of `attention` and `backward`
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -243,7 +236,7 @@ def backward(
     if deterministic:  # workers come in any order, but each takes its own blocks w, w + A, w + 2A, ... in this one
         own = [iter(range(worker, len(order), workers)) for worker in range(workers)]
         order = [next(own[block % workers]) for block in order]
-    chosen, values = asked(q, k, v, causal, scale, **features)
+    chosen, values = requested(q, k, v, causal, scale, **features)
     compiled = variant(chosen._replace(uneven=False), BACKWARD_LINES)
     dk, dv = compiled(q, k, v, out, lse, dout, values, order, accumulators)
     dq = accumulators[0]

@@ -96,8 +96,13 @@ def compare_bytes(moved: "Bytes | str", before: Step, q: Tensor, k: Tensor, v: T
     words = str(earlier)
     if isinstance(moved, Bytes) and isinstance(earlier, Bytes):
         ratio = moved.total / earlier.total
-        words += ": as many" if ratio == 1 else f": this one moves {ratio:.2g} times as many"
+        words += ": as many" if ratio == 1 else f": this one moves {shared(ratio)}"
     show(f"those of step {before.number}", f"{words} ({before.name})")
+
+
+def shared(ratio: float) -> str:
+    """A ratio in words, below 1 as percent."""
+    return f"{ratio:.2g} times that" if ratio > 1 else f"{100 * ratio:.2g}% of that"
 
 
 def compare_times(step: Step, before: Step | None, q: Tensor, k: Tensor, v: Tensor) -> None:

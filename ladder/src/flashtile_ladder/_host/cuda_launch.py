@@ -31,6 +31,14 @@ def unavailable(device: torch.device, dtype: torch.dtype = torch.float32) -> str
     return None
 
 
+def gpu() -> torch.device:
+    """The GPU that a program measures; without one it ends here."""
+    problem = "there is no GPU" if not torch.cuda.is_available() else unavailable(torch.device("cuda"))
+    if problem is not None:
+        raise SystemExit(f"cannot run: {problem}")
+    return torch.device("cuda")
+
+
 class Call(NamedTuple):
     """Arguments of all kernels of step 9; heads of all sequences lie one after the other."""
 

@@ -4,6 +4,7 @@ Without Triton, `triton` and `tl` are stand-ins that let the kernels be defined 
 launch and says what is missing, so that a missing GPU is not an error from inside Triton.
 """
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from types import SimpleNamespace
@@ -79,3 +80,26 @@ def check(
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current GPU, which need not be the one that holds the tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def whole_tiles(
+    kernel: Any, block: int, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, precision: str
+) -> Tensor:
+    """`[N, d]` to out `[N, d]` by a kernel that has no masks, in tiles of `block` rows and keys.
+
+    `precision` is that of `tl.dot` for float32: "ieee", or Triton's default "tf32" (see step08_triton_lse).
+
+    Raises:
+        TritonUnavailableError: Triton is missing, or there is neither a GPU nor its interpreter.
+        ValueError: causal, or a shape or dtype outside the step's limits.
+    """
+    if causal:
+        raise ValueError("this step has no causal; step08_triton_lse has")
+    check(kernel, q, k, v, multiple_of=block, precision=precision)
+    n, d = q.shape
+    scale = 1 / math.sqrt(d) if scale is None else scale
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    out = torch.empty_like(q)
+    with on(q.device):
+        kernel[(n // block,)](q, k, v, out, n, scale, d, block, block, precision, num_stages=2)
+    return out

@@ -28,7 +28,7 @@ DTYPES = {
     "float32": torch.float32,
 }
 SECONDS, BLOCKS_SECONDS = 330.0, 120.0  # for each table: calls beyond are left out
-SAMPLE_SECONDS, SAMPLES = 0.01, 5
+SAMPLE_SECONDS, SAMPLES = 0.005, 5
 VARIANTS = "10 compiled variants"
 MOST = {VARIANTS: 2048, NUMBA: 2048}  # loops of torch operations and of single threads take long beyond
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from .. import step07_numba_cuda, step08_triton_lse
 from .._host import cuda_launch
 from .._host.cuda_compile import CudaUnavailableError, Source
-from .._host.cuda_steps import registers, rows, split_keys, tensor_cores, warps
+from .._host.cuda_steps import registers, rows, split_keys, tensor_cores, tile_bytes, warps
 from ..measure import memory_levels, memory_patterns
-from ..related import block_query, share_kv
+from ..related import block_query, shared_memory
 from .library import STEP, attention
 from .measure import Measurement, Run, Table, error_of, inputs, timed, triton_compiles
 
@@ -97,7 +97,7 @@ class Call(NamedTuple):
 
 
 def cuda_calls() -> dict[str, Call]:
-    """Step 9; the block for each query with either reduction; rows or keys to the warps; and the product."""
+    """Step 9; the block for each query with either reduction; keys to the warps; and the product."""
     calls = {
         name: Call(step.attention, dtype, step.source_for(64, dtype), step.NAME)
         for name, (step, dtype) in STEP_9.items()
@@ -108,8 +108,7 @@ def cuda_calls() -> dict[str, Call]:
             source = block_query.source_for(64, reduction, dtype)
             title = f"block for each query, {reduction}{', float16' if dtype is torch.float16 else ''}"
             calls[title] = Call(attend, dtype, source, block_query.NAME)
-    half, tile = torch.float16, share_kv.Tile(64, 64, 64)
-    calls["split-Q, float16"] = Call(share_kv.attention, half, share_kv.source_for(tile), share_kv.NAME)
+    half = torch.float16
     calls["split-K, float16"] = Call(split_keys.attention, half, split_keys.source_for(64), split_keys.NAME)
     return calls | {f"{STEP}, {t}": Call(all_heads, getattr(torch, t)) for t in ("float32", "float16")}
 
@@ -149,7 +148,10 @@ def taken(name: str, call: Call, device: torch.device) -> dict[str, Any]:
     if name == NUMBA:
         return dict(zip(names, numba_takes(step07_numba_cuda.kernel(64)), strict=True))
     kernel = None if call.source is None else compiled(call.source, call.name, device)
-    return {x: kernel and getattr(kernel, x) for x in names}
+    found: dict[str, Any] = {x: kernel and getattr(kernel, x) for x in names}
+    if kernel is not None and call.name == tensor_cores.NAME:
+        found["shared_bytes"] += tile_bytes(64, 64 + 64)  # which the launch asks for
+    return found
 
 
 def numba_takes(kernel: Any) -> list[int]:
@@ -177,21 +179,21 @@ def shared(device: torch.device) -> Measurement:
     if (problem := cuda_problem(device) or cuda_launch.unavailable(device, torch.float16)) is not None:
         table.notes.append(f"Not measured: {problem}")
         return table
-    for tile in share_kv.TILES:
+    for tile in shared_memory.MEASURED:
         yield f"{tile}"
         one = inputs(n, tile.d, device)
         q, k, v = (x.half().expand(1, CUDA_HEADS, n, tile.d).contiguous() for x in one)
-        run = functools.partial(share_kv.attention, q, k, v, **share_kv.keywords(tile))
+        run = functools.partial(tensor_cores.attention, q, k, v, **tile.keywords)
         row = {"head_dim": tile.d, "tile": f"{tile.rows} x {tile.keys}", "stages": tile.stages}
-        row["shared_kb"] = tile.bytes / share_kv.KB
+        row["shared_kb"] = tile.bytes / shared_memory.KB
         row["ms"] = memory_patterns.fastest_ms(run)
         row["tflops"] = 4 * CUDA_HEADS * n * n * tile.d / row["ms"] / 1e9
         row["error"] = error_of(run()[0][0, -1], *(x[0, -1] for x in (q, k, v)))
-        kernel = compiled(share_kv.source_for(tile), share_kv.NAME, device)
+        kernel = compiled(tensor_cores.source_for(tile.d, **tile.keywords), tensor_cores.NAME, device)
         table.rows.append(row | {"registers": kernel.registers, "spilled_bytes": kernel.spilled_bytes})
     most = cuda_launch.most_shared_bytes(device)
     table.notes.append(
-        f"A block has 48 KB without asking, and {most / share_kv.KB:.0f} KB at most here. Times are the device's."
+        f"A block has 48 KB without asking, and {most / shared_memory.KB:.0f} KB at most here. Times are the device's."
     )
     return table
 

@@ -27,7 +27,7 @@ IN_TF32 = {"4 without lse, TF32": THREE_KERNELS, f"{STEP}, TF32": STEP}
 CHECKED_ROWS = 64  # of q, whose results are compared: fp64 over all rows of a long sequence would not fit
 
 
-def long(device: torch.device, lengths: tuple[int, ...] | None = None, seconds: float = 0.4) -> Measurement:
+def long(device: torch.device, lengths: tuple[int, ...] | None = None, seconds: float = 0.2) -> Measurement:
     table = Table("long", "Long sequences: one head, d = 64, standard (step 4) against fused")
     table.see = (
         "Memory of standard attention grows as N², that of fused attention as N; who is faster depends on what limits "

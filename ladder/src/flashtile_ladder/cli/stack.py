@@ -87,7 +87,7 @@ def stack_steps(device: torch.device) -> dict[str, Prepare]:
         steps["7 Numba"] = on_cpu(step07_numba.attention)
     if triton_compiles(device):
         steps[LITE] = on_tensors(step08_triton_lite.attention)
-        steps[LITE_ANY] = on_tensors(functools.partial(triton_any_size.attention, online=False))
+        steps[LITE_ANY] = on_tensors(functools.partial(triton_any_size.attention, softmax="lite"))
     steps |= gpu_steps(device)
     steps["10 compiled variants"] = on_tensors(step10_variants.attention)
     steps[STEP] = on_tensors(one_head)

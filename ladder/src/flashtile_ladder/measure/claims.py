@@ -33,13 +33,27 @@ class Verdict(NamedTuple):
 class Claim(NamedTuple):
     name: str
     text: str  # what is claimed
-    check: Callable[[], Verdict]
+    check: Callable[..., Verdict]
     ours: bool = False  # an earlier version of this course had it
+
+
+CLAIMS: list[Claim] = []  # in the order of this file
+
+
+def claim(name: str, text: str, ours: bool = False) -> Callable[[Callable[..., Verdict]], Callable[..., Verdict]]:
+    """Put the decorated check into `CLAIMS`."""
+
+    def listed(check: Callable[..., Verdict]) -> Callable[..., Verdict]:
+        CLAIMS.append(Claim(name, text, check, ours))
+        return check
+
+    return listed
 
 
 # Accuracy -------------------------------------------------------------------------------------------------------------
 
 
+@claim("running log-sum-exp", "Carrying lse is more stable than carrying the sum, which may reach 1e30.")
 def running_lse_is_stable(n: int = 262144) -> Verdict:
     found = running_lse.errors(n, rows=8)
     plain, running, shifted = found.values()
@@ -48,6 +62,7 @@ def running_lse_is_stable(n: int = 262144) -> Verdict:
     return Verdict(words, running <= plain)
 
 
+@claim("Kahan", "Compensated summation does not make attention more accurate.")
 def kahan_does_not_help(n: int = 256, d: int = 64) -> Verdict:
     """Errors against float64; against another float32 kernel, all that Kahan does is to differ from it."""
     words, gains = [], []
@@ -67,6 +82,7 @@ def to_tf32(x: Tensor) -> Tensor:
     return torch.from_numpy(rounding.truncated_to_tf32(x.numpy()))
 
 
+@claim("float32", "Errors of 0.001 to 0.002 are those of float32 with the online softmax.")
 def errors_are_float32s(lengths: Sequence[int] = (64, 128, 256, 512, 1024), d: int = 64) -> Verdict:
     """Largest errors of one head, with exact products of float32 numbers and with operands cut to TF32."""
     exact, cut = [], []
@@ -97,12 +113,14 @@ def listing(x: Tensor) -> Tensor:
     return torch.exp(x - m[:, None]) / l[:, None]
 
 
+@claim("listing", "This two-dimensional online softmax is a softmax.")
 def listing_is_softmax() -> Verdict:
     row = torch.tensor([[5.0, 1.0, 2.0]], dtype=torch.float64)
     total = float(listing(row).sum())
     return Verdict(f"the row 5 1 2 gives weights that sum to {total:.1f}", math.isclose(total, 1))
 
 
+@claim("listing's speed", "It is 2.5 times faster than the native softmax.")
 def listing_is_faster(rows: int = 64, n: int = 256) -> Verdict:
     """Tensor operations, each a call from Python and on a GPU a launch; the native softmax is one."""
     calls = 0
@@ -127,6 +145,7 @@ def tile_bytes(rows: int, keys: int, d: int, itemsize: int = 4) -> int:
     return itemsize * (2 * rows * d + 2 * keys * d + rows * keys)
 
 
+@claim("tile of 768", "192 KB of shared memory at d = 64 give Bc = 768.")
 def tile_of_768_fits(on_chip: int = 192 * KB, d: int = 64) -> Verdict:
     """M counts elements: 192 KB are 48 K of float32. Bc = ceil(M / 4d) with M = 192 K takes bytes for elements."""
     words = []
@@ -137,6 +156,7 @@ def tile_of_768_fits(on_chip: int = 192 * KB, d: int = 64) -> Verdict:
     return Verdict(f"{'; '.join(words)} of {on_chip // KB} KB", tile_bytes(rows, keys, d) <= on_chip)
 
 
+@claim("flash memory", "The memory of flash attention hardly grows with N.")
 def flash_memory_hardly_grows(lengths: Sequence[int] = (256, 512, 1024), d: int = 64) -> Verdict:
     """Bytes of out and lse of step 6, which are all that it allocates in the big memory."""
     sizes = []
@@ -148,6 +168,7 @@ def flash_memory_hardly_grows(lengths: Sequence[int] = (256, 512, 1024), d: int 
     return Verdict(f"{words} : it doubles with N, standard attention's quadruples", len(set(sizes)) == 1)
 
 
+@claim("N times", "Flash attention moves N times fewer data.")
 def flash_moves_n_times_less(lengths: Sequence[int] = (1024, 4096), d: int = 64) -> Verdict:
     """Bytes of standard attention over those of a kernel that moves each matrix once, from the model."""
     ratios = []
@@ -159,6 +180,7 @@ def flash_moves_n_times_less(lengths: Sequence[int] = (1024, 4096), d: int = 64)
     return Verdict(words, all(ratio >= n / 2 for n, ratio in zip(lengths, ratios, strict=True)))
 
 
+@claim("a byte", "Attention's products have 63 operations for each byte, below a ridge of 201.")
 def products_have_63_operations_for_a_byte(n: int = 4096, d: int = 64) -> Verdict:
     """N² d / (N d + N²) counts multiply-adds over *elements*; a ridge counts operations over bytes."""
     elements = n * n * d / (n * d + n * n)
@@ -181,6 +203,10 @@ MEASURED_LEVELS = {  # of an H200 (docs/ladder_measurements.md), which is an H10
 }
 
 
+@claim(
+    "levels of memory",
+    "Registers, shared memory, L2 and HBM of an H100 take 1, 5, 30 and 400 cycles, at 19, 19, 4 and 3 TB/s.",
+)
 def levels_take_1_5_30_and_400_cycles() -> Verdict:
     """A table of a text against the walks of memory_levels.py."""
     words, wrong = [], []
@@ -202,6 +228,7 @@ def fetched_for_used(stride: int, fetch: int = 32, itemsize: int = 4) -> float:
 MEASURED_STRIDES = {16: 12.4, 32: 15.3}  # times of an H200, in units of that of stride 1 (docs/ladder_measurements.md)
 
 
+@claim("strides", "A strided load costs min(stride, 8) times a coalesced one.", ours=True)
 def strided_loads_cost_eight_at_most() -> Verdict:
     """Bytes fetched for each byte used, by the size of a fetch, against the measured times."""
     strides = (1, 2, 4, 8, 16, 32)
@@ -219,6 +246,7 @@ def strided_loads_cost_eight_at_most() -> Verdict:
 # Operations and published ratios --------------------------------------------------------------------------------------
 
 
+@claim("weights times values", "P V costs O(N d h).")
 def weights_times_values_is_linear() -> Verdict:
     """Operations of P V over all heads, counted while it runs: linear in N, doubling N would double them."""
     d, heads = 16, 4
@@ -236,6 +264,7 @@ PUBLISHED_MS = {  # N: scalar autograd, plain Python, C++ -O2
 }
 
 
+@claim("autograd", "Scalar autograd is 9 to 34 times slower than plain Python.")
 def autograd_is_9_to_34_times_slower() -> Verdict:
     """The summary of a text against the table of the same text."""
     ratios = [autograd / raw for autograd, raw, _ in PUBLISHED_MS.values()]
@@ -245,6 +274,7 @@ def autograd_is_9_to_34_times_slower() -> Verdict:
     return Verdict(words, min(ratios) < 10 and max(ratios) > 33)
 
 
+@claim("Python and C++", "Plain Python is 2 to 18 times slower than C++.")
 def python_to_cpp_is_2_to_18() -> Verdict:
     """Raw Python over C++. The first column grows as N, as one row over N keys does; the second as N², as all do."""
     as_printed = [raw / cpp for _, raw, cpp in PUBLISHED_MS.values()]
@@ -259,50 +289,11 @@ def python_to_cpp_is_2_to_18() -> Verdict:
 PUBLISHED_SPEEDUPS = {1024: 2.1, 2048: 1.6, 4096: 3.6}  # table 4.2: PyTorch over Flash
 
 
+@claim("magnitude", "Flash attention improves speed and memory by an order of magnitude.")
 def speed_is_an_order_of_magnitude() -> Verdict:
     """A summary against the table of the same text."""
     low, high = min(PUBLISHED_SPEEDUPS.values()), max(PUBLISHED_SPEEDUPS.values())
     return Verdict(f"the table has {low} to {high} times in speed, 32 to 128 times in memory", high >= 10)
-
-
-CLAIMS = (
-    Claim(
-        "running log-sum-exp",
-        "Carrying lse is more stable than carrying the sum, which may reach 1e30.",
-        running_lse_is_stable,
-    ),
-    Claim("Kahan", "Compensated summation does not make attention more accurate.", kahan_does_not_help),
-    Claim("float32", "Errors of 0.001 to 0.002 are those of float32 with the online softmax.", errors_are_float32s),
-    Claim("listing", "This two-dimensional online softmax is a softmax.", listing_is_softmax),
-    Claim("listing's speed", "It is 2.5 times faster than the native softmax.", listing_is_faster),
-    Claim("tile of 768", "192 KB of shared memory at d = 64 give Bc = 768.", tile_of_768_fits),
-    Claim("flash memory", "The memory of flash attention hardly grows with N.", flash_memory_hardly_grows),
-    Claim("N times", "Flash attention moves N times fewer data.", flash_moves_n_times_less),
-    Claim(
-        "a byte",
-        "Attention's products have 63 operations for each byte, below a ridge of 201.",
-        products_have_63_operations_for_a_byte,
-    ),
-    Claim(
-        "levels of memory",
-        "Registers, shared memory, L2 and HBM of an H100 take 1, 5, 30 and 400 cycles, at 19, 19, 4 and 3 TB/s.",
-        levels_take_1_5_30_and_400_cycles,
-    ),
-    Claim(
-        "strides",
-        "A strided load costs min(stride, 8) times a coalesced one.",
-        strided_loads_cost_eight_at_most,
-        ours=True,
-    ),
-    Claim("weights times values", "P V costs O(N d h).", weights_times_values_is_linear),
-    Claim("autograd", "Scalar autograd is 9 to 34 times slower than plain Python.", autograd_is_9_to_34_times_slower),
-    Claim("Python and C++", "Plain Python is 2 to 18 times slower than C++.", python_to_cpp_is_2_to_18),
-    Claim(
-        "magnitude",
-        "Flash attention improves speed and memory by an order of magnitude.",
-        speed_is_an_order_of_magnitude,
-    ),
-)
 
 
 def report() -> str:

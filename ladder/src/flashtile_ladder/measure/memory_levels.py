@@ -97,8 +97,5 @@ def levels(device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    problem = "there is no GPU" if not torch.cuda.is_available() else cuda_launch.unavailable(torch.device("cuda"))
-    if problem is not None:
-        raise SystemExit(f"cannot run: {problem}")
-    for line in levels(torch.device("cuda")):
+    for line in levels(cuda_launch.gpu()):
         print(", ".join(f"{name} {x:.4g}" if isinstance(x, float) else f"{name} {x}" for name, x in line.items()))

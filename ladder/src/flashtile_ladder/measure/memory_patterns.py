@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .._host import cuda_launch
 from .._host.cuda_compile import source
-from .._host.cuda_steps import CudaStep, registers, tensor_cores
+from .._host.cuda_steps import CudaStep, registers, tensor_cores, tile_bytes
 
 STRIDES = (1, 2, 4, 8, 16, 32)
 NUMBERS = 2**27  # 512 MiB: ten times what an H200's L2 holds
@@ -58,16 +58,18 @@ class Padded(NamedTuple):
     dtype: torch.dtype
     text: str
     without: str
+    rows: int = 0  # in dynamic shared memory
 
     def run(self, call: cuda_launch.Call) -> None:
         """As the step's `attention` does, but for the padding."""
         compiled = self.step.source_for(call.q.shape[-1], self.dtype)._replace(replaced=(self.text, self.without))
-        cuda_launch.launch(compiled, self.step.NAME, self.step.grid(call), self.step.threads, *call.arguments)
+        size, grid = tile_bytes(call.q.shape[-1], self.rows), self.step.grid(call)
+        cuda_launch.launch(compiled, self.step.NAME, grid, self.step.threads, *call.arguments, shared_bytes=size)
 
 
 PADDED = {
     "registers": Padded(registers, torch.float32, "k_tile[BLOCK][D + 1];", "k_tile[BLOCK][D];"),
-    "tensor cores": Padded(tensor_cores, torch.float16, "STRIDE = D + 8;", "STRIDE = D;"),
+    "tensor cores": Padded(tensor_cores, torch.float16, "STRIDE = D + 8;", "STRIDE = D;", 128),
 }
 
 
@@ -115,9 +117,6 @@ def compared(kernel: str, padded_ms: float, unpadded_ms: float) -> dict[str, Any
 
 
 if __name__ == "__main__":
-    problem = "there is no GPU" if not torch.cuda.is_available() else cuda_launch.unavailable(torch.device("cuda"))
-    if problem is not None:
-        raise SystemExit(f"cannot run: {problem}")
     for measurement in (coalescing, bank_conflicts):
-        for line in measurement(torch.device("cuda")):
+        for line in measurement(cuda_launch.gpu()):
             print(", ".join(f"{name} {x:.4g}" if isinstance(x, float) else f"{name} {x}" for name, x in line.items()))

@@ -18,14 +18,15 @@ FlashAttention is exact: quadratic in operations, linear in memory. These are li
 `python -m flashtile_ladder.related.linear_attention` prints error and time against length and against features.
 """
 
+import functools
 import math
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from .. import step06_flash2
+from .._host.alone import milliseconds
 
 BLOCK = 64
 Features = Callable[[Tensor], Tensor]  # [N, d] to [N, f], positive
@@ -76,23 +77,14 @@ def operations(n: int, d: int, features: int) -> tuple[int, int]:
     return 2 * n * features * (2 * d + 1), 4 * n**2 * d
 
 
-def seconds(function: Callable[..., object], *arguments: object, **keywords: object) -> float:
-    """The least of three calls."""
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        function(*arguments, **keywords)
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
 def main() -> None:
     d = 64
     for n in (512, 2048, 8192):
         q, k, v = torch.randn(3, n, d)
         exact, _ = step06_flash2.attention(q.double(), k.double(), v.double())
-        linear, full = seconds(attention, q, k, v), seconds(step06_flash2.attention, q, k, v)
-        print(f"N = {n:>4}: linear {1e3 * linear:7.2f} ms, softmax {1e3 * full:7.2f} ms", end="; ")
+        calls = [functools.partial(function, q, k, v) for function in (attention, step06_flash2.attention)]
+        linear, full = (milliseconds(call, q.device) for call in calls)
+        print(f"N = {n:>4}: linear {linear:7.2f} ms, softmax {full:7.2f} ms", end="; ")
         print(f"difference {(attention(q, k, v) - exact).norm() / exact.norm():.2f} of the result")
     for count in (16, 64, 256, 1024, 4096):
         error = relative_error(count)

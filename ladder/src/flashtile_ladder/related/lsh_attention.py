@@ -17,12 +17,13 @@ than tiles of a fused kernel do, for lengths that fit. `python -m flashtile_ladd
 share of pairs and time against length and rounds.
 """
 
+import functools
 import math
 
 import torch
 from torch import Tensor
 
-from .linear_attention import seconds
+from .._host.alone import milliseconds
 
 SELF = -1e5  # added to the score of a row with itself: it counts only where nothing else does
 
@@ -102,13 +103,13 @@ def main() -> None:
     for n in (1024, 4096):
         q, v = clustered(n, d), torch.randn(n, d)
         truth, _ = exact(q.double(), v.double())
-        full = 1e3 * seconds(exact, q, v)
+        full = milliseconds(functools.partial(exact, q, v), q.device)
         print(f"N = {n}: all pairs {full:.1f} ms")
         for rounds in (1, 2, 4, 8):
             keywords = {"buckets": n // 64, "rounds": rounds}
             out, _ = attention(q, v, **keywords)
             error = float((out - truth).norm() / truth.norm())
-            ms = 1e3 * seconds(attention, q, v, **keywords)
+            ms = milliseconds(functools.partial(attention, q, v, **keywords), q.device)
             share = min(rounds * 128 / n, 1)
             print(f"  {rounds} rounds: error {error:.3f} of the result, {share:.0%} of the pairs at most, {ms:.1f} ms")
 

@@ -2,8 +2,7 @@
 // HEAD_DIM (d), BLOCK_N and THREADS (of a block) are set when this is compiled. running_lse.py says what is lost.
 //
 // Unlike step09_cuda_rows.cu, rows are outside: a block has 128 of them and q, acc, m and lse of a row stay in
-// registers;
-// the 32 scores of a tile are in shared memory. Each thread takes the tile's maximum and sum by itself, so there is no
+// registers; the 32 scores of a tile are in shared memory. Each thread takes the tile's maximum and sum by itself, so there is no
 // reduction across threads, and takes one logarithm for each tile.
 //
 // float32, d 16, 32 or 64.

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from .._host.shapes import one_shape
+from ..step06_flash2 import cut, hide_future
 
 BLOCK_M, BLOCK_N = 64, 64
 
@@ -45,24 +46,18 @@ def attention(
     n, d = one_shape(q, k, v)
     scale = 1 / math.sqrt(d) if scale is None else scale
     out, lse = torch.empty_like(q), q.new_empty(n)  # [N, d], [N]
-    for first in range(0, n, block_m):
-        q_i = scale * q[first : first + block_m]  # [Br, d]
-        i = torch.arange(first, first + len(q_i), device=q.device)[:, None]  # [Br, 1]
+    for rows in cut(0, n, block_m):
+        q_i = scale * q[rows]  # [Br, d]
         m, lse_i = q_i.new_full((len(q_i),), -math.inf), q_i.new_full((len(q_i),), -math.inf)  # [Br] x 2
         acc = torch.zeros_like(q_i)  # [Br, d]
-        for start in range(0, first + len(q_i) if causal else n, block_n):
-            k_j, v_j = k[start : start + block_n], v[start : start + block_n]  # [Bc, d]
-            s = q_i @ k_j.mT  # [Br, Bc]
-            if causal:
-                j = torch.arange(start, start + len(k_j), device=q.device)  # [Bc]
-                s = s.masked_fill(j > i, -math.inf)
+        for keys in cut(0, rows.stop if causal else n, block_n):
+            s = hide_future(q_i @ k[keys].mT, rows, keys, causal)  # [Br, Bc]
             m_new = torch.maximum(m if shift == "scores" else lse_i, s.amax(dim=1))  # [Br]
             p = torch.exp(s - m_new[:, None])  # [Br, Bc]
-            acc = torch.exp(m - m_new)[:, None] * acc + p @ v_j
+            acc = torch.exp(m - m_new)[:, None] * acc + p @ v[keys]
             lse_i = m_new + torch.log(torch.exp(lse_i - m_new) + p.sum(dim=1))  # a logarithm for each tile
             m = m_new
-        out[first : first + block_m] = torch.exp(m - lse_i)[:, None] * acc
-        lse[first : first + block_m] = lse_i
+        out[rows], lse[rows] = torch.exp(m - lse_i)[:, None] * acc, lse_i
     return out, lse
 
 

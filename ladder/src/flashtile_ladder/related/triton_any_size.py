@@ -1,17 +1,22 @@
-"""Step 8's kernels for any size: any N of rows and of keys, any d, any strides, lite or online.
+"""Step 8's kernels for any size: any N of rows and of keys, any d, any strides; with three softmaxes.
 
 step08_triton_lite.py and step08_triton_online.py take N in multiples of 64, d that is a tile's width, and contiguous
-tensors, so that their loops have no mask. A general kernel needs four things more.
+tensors, so that their loops have no mask. A general kernel needs three things more.
 
 - Rows and keys beyond N are masked. A key that is not there must have the score -inf and not 0: a score of 0 takes part
   in the softmax.
 - Columns beyond d are masked. The tile is BLOCK_D wide, the next power of two and at least 16 (`tl.dot` takes no less).
   Columns of zeros add nothing to a product, so only loads and stores need this mask.
 - Strides are arguments: a head of a `[N, heads, d]` tensor need not be copied first.
-- `ONLINE` is a constant: with False each tile has a softmax of its own, which is attention only if all keys are in one.
 
-Limits: d up to 128, no causal, forward only. `TRITON_INTERPRET=1 python -m flashtile_ladder.related.triton_any_size`
-prints errors of both forms.
+`SOFTMAX` is a constant. "lite" is each tile's own softmax, which is attention only if all keys are in one; "online" is
+step 6's. "running lse" carries lse in the place of l, in as many numbers, and takes a logarithm for each tile where
+"online" takes one in all: nothing is saved, and running_lse.py measures what it costs.
+
+    lse = m_new + log(exp(lse - m_new) + rowsum(P))          at the end: O = exp(m - lse) acc
+
+Limits: d up to 128, forward only. `TRITON_INTERPRET=1 python -m flashtile_ladder.related.triton_any_size` prints errors
+of all three.
 """
 # pyright: reportInvalidTypeForm=false
 
@@ -24,6 +29,7 @@ from .._host.triton_or_not import TritonUnavailableError, on, tl, triton, unavai
 
 BLOCK_M, BLOCK_N = 64, 64
 LARGEST_D = 128
+SOFTMAXES = ("lite", "online", "running lse")
 
 
 @triton.jit
@@ -32,6 +38,7 @@ def kernel(
     K,
     V,
     O,
+    LSE,
     rows_in_all,
     keys_in_all,
     d,
@@ -45,75 +52,82 @@ def kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    ONLINE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    SOFTMAX: tl.constexpr,
 ):
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    first_row = tl.program_id(0) * BLOCK_M
+    rows = first_row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     cols = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     inside = (rows[:, None] < rows_in_all) & (cols[None, :] < d)  # [BLOCK_M, BLOCK_D]
     q = tl.load(Q + rows[:, None] * q_row + cols[None, :] * q_col, mask=inside, other=0.0)  # [BLOCK_M, BLOCK_D]
     acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
     m = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
     l = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    for start in range(0, keys_in_all, BLOCK_N):
+    lse = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    end = tl.minimum(first_row + BLOCK_M, keys_in_all) if CAUSAL else keys_in_all
+    for start in range(0, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         there = (keys[:, None] < keys_in_all) & (cols[None, :] < d)  # [BLOCK_N, BLOCK_D]
         k = tl.load(K + keys[:, None] * k_row + cols[None, :] * k_col, mask=there, other=0.0)  # [BLOCK_N, BLOCK_D]
         v = tl.load(V + keys[:, None] * v_row + cols[None, :] * v_col, mask=there, other=0.0)  # [BLOCK_N, BLOCK_D]
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [BLOCK_M, BLOCK_N]
-        s = tl.where(keys[None, :] < keys_in_all, s, float("-inf"))
-        if ONLINE:
+        visible = keys[None, :] < keys_in_all
+        if CAUSAL:
+            visible = visible & (keys[None, :] <= rows[:, None])
+        s = tl.where(visible, s, float("-inf"))
+        if SOFTMAX == "lite":
+            p = tl.exp(s - tl.max(s, axis=1)[:, None])  # [BLOCK_M, BLOCK_N]
+            p = p / tl.sum(p, axis=1)[:, None]
+        else:
             m_new = tl.maximum(m, tl.max(s, axis=1))  # [BLOCK_M]
             alpha = tl.exp(m - m_new)  # [BLOCK_M]
             p = tl.exp(s - m_new[:, None])  # [BLOCK_M, BLOCK_N]
-            l = l * alpha + tl.sum(p, axis=1)  # [BLOCK_M]
+            if SOFTMAX == "online":
+                l = l * alpha + tl.sum(p, axis=1)  # [BLOCK_M]
+            else:
+                lse = m_new + tl.log(tl.exp(lse - m_new) + tl.sum(p, axis=1))  # [BLOCK_M]
             acc = acc * alpha[:, None]
             m = m_new
-        else:
-            p = tl.exp(s - tl.max(s, axis=1)[:, None])  # [BLOCK_M, BLOCK_N]
-            p = p / tl.sum(p, axis=1)[:, None]
         acc += tl.dot(p.to(v.dtype), v, input_precision="ieee")
-    if ONLINE:
+    if SOFTMAX == "online":
         acc = acc / l[:, None]
+        lse = m + tl.log(l)
+    if SOFTMAX == "running lse":
+        acc = acc * tl.exp(m - lse)[:, None]
     tl.store(O + rows[:, None] * d + cols[None, :], acc.to(q.dtype), mask=inside)
+    tl.store(LSE + rows, lse, mask=rows < rows_in_all)
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, *, online: bool = True
-) -> tuple[Tensor, None]:
-    """q `[Nq, d]`, k and v `[Nk, d]`, of any strides, to out `[Nq, d]`, and no lse.
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, *, softmax: str = "online"
+) -> tuple[Tensor, Tensor | None]:
+    """q `[Nq, d]`, k and v `[Nk, d]`, of any strides, to out `[Nq, d]` and lse `[Nq]` in float32.
 
-    With `online=False` the softmax is each tile's own: right for Nk up to 64, wrong beyond.
+    `softmax` is one of `SOFTMAXES`; "lite" has no lse (`None`), and is right for Nk up to 64 and wrong beyond.
 
     Raises:
         TritonUnavailableError: Triton is missing, or there is neither a GPU nor its interpreter.
-        ValueError: causal, or a shape or dtype outside the limits above.
+        ValueError: a shape or dtype outside the limits above, or causal with other lengths of q and k, or in "lite".
     """
     reason = unavailable(kernel, q.device)
     if reason is not None:
         raise TritonUnavailableError(f"this file of the ladder is Triton, which cannot run this call: {reason}")
-    shapes = [tuple(x.shape) for x in (q, k, v)]
+    shapes, dtypes = [tuple(x.shape) for x in (q, k, v)], {x.dtype for x in (q, k, v)}
     if q.ndim != 2 or k.ndim != 2 or k.shape != v.shape or q.shape[1] != k.shape[1] or 0 in (*q.shape, *k.shape):
         raise ValueError(f"q, k, v are {shapes}; this kernel takes q [Nq, d], and k and v of one shape [Nk, d]")
     n, d = q.shape
-    if (
-        causal
-        or d > LARGEST_D
-        or len({x.dtype for x in (q, k, v)}) != 1
-        or q.dtype not in (torch.float16, torch.float32)
-    ):
-        raise ValueError(
-            f"q is {q.dtype} with d = {d}; this kernel takes float16 or float32, d to {LARGEST_D}, no causal"
-        )
+    if d > LARGEST_D or len(dtypes) != 1 or q.dtype not in (torch.float16, torch.float32):
+        raise ValueError(f"q, k, v have {dtypes} and d = {d}; this kernel takes float16 or float32, d to {LARGEST_D}")
+    if softmax not in SOFTMAXES or (causal and (softmax == "lite" or n != len(k))):
+        raise ValueError(f"softmax={softmax!r}, {shapes}; one of {SOFTMAXES}, causal with one N and not in lite")
     scale = 1 / math.sqrt(d) if scale is None else scale
     out = torch.empty((n, d), dtype=q.dtype, device=q.device)
-    strides = (*q.stride(), *k.stride(), *v.stride())
-    block_d = max(16, 1 << (d - 1).bit_length())
-    grid = ((n + BLOCK_M - 1) // BLOCK_M,)
+    lse = torch.empty(n, dtype=torch.float32, device=q.device)
+    sizes, strides = (n, len(k), d, scale), (*q.stride(), *k.stride(), *v.stride())
+    constants = BLOCK_M, BLOCK_N, max(16, 1 << (d - 1).bit_length()), causal, softmax
     with on(q.device):
-        kernel[grid](
-            q, k, v, out, n, len(k), d, scale, *strides, BLOCK_M, BLOCK_N, block_d, online, num_stages=2
-        )  # fmt: skip
-    return out, None
+        kernel[((n + BLOCK_M - 1) // BLOCK_M,)](q, k, v, out, lse, *sizes, *strides, *constants, num_stages=2)
+    return out, None if softmax == "lite" else lse
 
 
 def main() -> None:
@@ -121,8 +135,8 @@ def main() -> None:
     for n, d in ((8, 16), (16, 16), (32, 16), (64, 16), (100, 24), (200, 80)):
         q, k, v = torch.randn(3, n, d, device=device)
         exact = torch.softmax(q.double() @ k.double().mT / math.sqrt(d), dim=1) @ v.double()  # [N, d]
-        lite, online = (float((attention(q, k, v, online=x)[0] - exact).abs().max()) for x in (False, True))
-        print(f"N = {n:>3}, d = {d:>2}: error of lite {lite:.1e}, of online {online:.1e}")
+        errors = {x: float((attention(q, k, v, softmax=x)[0] - exact).abs().max()) for x in SOFTMAXES}
+        print(f"N = {n:>3}, d = {d:>2}: error of", ", of ".join(f"{name} {x:.1e}" for name, x in errors.items()))
 
 
 if __name__ == "__main__":
