@@ -14,7 +14,8 @@ from torch import Tensor
 
 import flashtile
 from flashtile.backend import compiling, user_files
-from flashtile.backend.cpu import host_backward, host_forward
+from flashtile.backend.archive import NO_ARCHIVE
+from flashtile.backend.cpu import archive, machine_code
 from flashtile.call import counting
 from flashtile.call.device import describe_device
 from flashtile.cli import prepare as command
@@ -30,10 +31,10 @@ KIND = {"heads": 4, "heads_kv": 2, "head_dim": 16, "head_dim_v": 16, "layout": "
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache, in a process that has no kernels yet."""
     monkeypatch.setenv(user_files.CACHE_VARIABLE, str(tmp_path / "cache"))
-    for name in ("forward_address", "backward_address"):
-        module: Any = host_forward if name == "forward_address" else host_backward
-        cached = functools.lru_cache(getattr(module, name).__wrapped__)
-        monkeypatch.setattr(module, name, cached)
+    monkeypatch.setenv(archive.KERNELS_VARIABLE, NO_ARCHIVE)
+    monkeypatch.setattr(archive, "_archive", {})
+    loaded: Any = machine_code.loaded
+    monkeypatch.setattr(machine_code, "loaded", functools.lru_cache(loaded.__wrapped__))
     fast_path.forget()
     yield tmp_path / "cache"
     fast_path.forget()
@@ -117,8 +118,8 @@ def test_a_log(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(counting, "opened", ())
     monkeypatch.setenv(user_files.CACHE_VARIABLE, str(tmp_path / "elsewhere"))
     monkeypatch.delenv(observed.LOG_VARIABLE)
-    host_forward.forward_address.cache_clear()
-    host_backward.backward_address.cache_clear()
+    loaded: Any = machine_code.loaded
+    loaded.cache_clear()
     log.write_text(log.read_text() + log.read_text() + json.dumps(records[0] | {"device": "cuda"}) + "\n")
     assert flashtile.prepare(log=log, device="cpu", jobs=1).compiled == 2
     assert flashtile.prepare(log=log, device="cpu").compiled == 0

@@ -21,7 +21,7 @@ FORMAT = 1
 INDEX = "index.json"
 NO_ARCHIVE = "none"  # the value of a variable for it
 PACKAGE = Path(__file__).parents[1]
-ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError)  # of an archive that does not fit
+ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError)  # what an archive that does not fit raises
 
 Opened = TypeVar("Opened", bound="ArchiveFile")
 

@@ -1,4 +1,4 @@
-"""Calls that are observed when they run: those of an example, which is not computed, and those of a log.
+"""Calls that are observed when they run: for an example, which is not computed, and for a log.
 
 `counting.opened` is what makes calls take the operators' way, where they are seen: without it nothing here is asked.
 """
@@ -21,7 +21,7 @@ from ..locks import process_lock
 LOG_VARIABLE = "FLASHTILE_LOG_CALLS"
 See = Callable[[Call, Needs | None], None]
 
-_example: See | None = None  # of all threads: autograd has some of its own
+_example: See | None = None  # for all threads: autograd has some of its own
 _known: set[Any] = set()  # kinds of calls in the log
 _lock = process_lock()
 

@@ -20,7 +20,7 @@ from .link import flat
 
 X86_64, AARCH64 = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
 WIDTHS = {"amx": X86_64, "avx512": X86_64, "avx2": X86_64, "neon": AARCH64}
-SLOPES = ("slopes",)  # of ALiBi
+SLOPES = ("slopes",)  # ALiBi's
 DTYPES = ("float32", "bfloat16", "float16")
 
 

@@ -129,7 +129,7 @@ def branch(code: bytearray, place: int, to: int) -> None:
 
 
 def page(code: bytearray, place: int, to: int) -> None:
-    """The distance of pages, of which an instruction has the two lowest bits apart."""
+    """The distance of pages. An instruction has its two lowest bits apart."""
     pages = to // PAGE - place // PAGE
     patch(code, place, (pages & 3) << 29 | (pages >> 2 & 0x7FFFF) << 5)
 

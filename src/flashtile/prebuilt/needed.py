@@ -117,9 +117,9 @@ def is_loaded_from_cache(kernel: Any) -> bool:
 def compile_kernel(kernel: Any, *, load: bool) -> None:
     """Compile a kernel, or find it in the cache; with `load`, onto the current device of this process."""
     if not isinstance(kernel, Launch):
-        from ..backend.cpu.machine_code import loaded
+        from ..backend.cpu import machine_code
 
-        loaded(*kernel)
+        machine_code.loaded(*kernel)
         return
     from ..backend.gpu.kernel import function_under_jit
     from ..backend.gpu.triton_launch import OPTIONS, for_triton

@@ -45,7 +45,7 @@ class Prepared:
     Attributes:
         device: its name.
         kernels: kernels that the workload needs.
-        ahead: those of them that an archive of the package has.
+        ahead: how many an archive of the package has.
         compiled: those that were compiled now; the others were in the cache.
         seconds: the time that it took.
         jobs: processes that compiled.
@@ -126,7 +126,7 @@ def prepare(
         log: a file of recorded calls; those on other kinds of devices are left out.
         heads, heads_kv, head_dim, head_dim_v: sizes of q, k and v; `heads_kv` is by default `heads`, `head_dim_v`
             `head_dim`.
-        dtype: of q, k and v; by default that of the model.
+        dtype: of q, k and v; by default the model's.
         layout: "dense", "packed" (`attention_varlen`), "cache" (`attention_with_kvcache`, without gradients).
         page_size: of a cache with pages.
         lengths: the least and the greatest number of keys.

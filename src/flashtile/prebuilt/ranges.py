@@ -15,7 +15,7 @@ from .standard import StandardCall, empty, offsets
 from .workload import BATCHES, LENGTHS, MOST_ROWS
 
 LAYOUTS = ("dense", "packed", "cache")
-CPU_ROWS = 2**13  # of all sequences: with more, CPU kernels are the same
+CPU_ROWS = 2**13  # rows of all sequences: with more, CPU kernels are the same
 FEATURES = ("bias", "mask", "alibi_slopes", "sinks")
 EXAMPLE = (
     "flashtile.prepare(heads=32, heads_kv=8, head_dim=128, dtype=torch.bfloat16, causal=True, lengths=(1, 8192), "

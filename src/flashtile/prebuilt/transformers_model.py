@@ -71,7 +71,7 @@ def has_sinks(config: Any) -> bool:
 
 
 def sizes(config: Any) -> tuple[int, int, int, int]:
-    """Query heads, key heads, head dimension and that of values."""
+    """Query heads, key heads, head dimensions of keys and of values."""
     heads = config.num_attention_heads
     heads_kv = getattr(config, "num_key_value_heads", None) or heads
     if getattr(config, "qk_nope_head_dim", None):  # latent attention

@@ -12,7 +12,7 @@ FIRST_BIT, LAST_BIT = 2, 4
 
 
 def entry(state: int, first: int = 0, last: int = BLOCK_PARTS - 1) -> int:
-    """The byte of a block; `state` is that of its parts from `first` to `last`."""
+    """The byte of a block; `state` says what its parts from `first` to `last` are."""
     return state | first << FIRST_BIT | last << LAST_BIT
 
 
@@ -20,7 +20,7 @@ def entry(state: int, first: int = 0, last: int = BLOCK_PARTS - 1) -> int:
 STORED_DTYPES = (
     "float32", "float64", "bfloat16", "float16", "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "int64",
 )  # fmt: skip
-GRADIENT_DIMENSIONS = 4  # of a captured tensor's gradient, before the tensor's own (`captured_gradients`)
+GRADIENT_DIMENSIONS = 4  # dimensions of a captured tensor's gradient before the tensor's own (`captured_gradients`)
 
 
 def stored_dtype(dtype: str) -> str:

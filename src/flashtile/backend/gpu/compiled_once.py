@@ -13,7 +13,7 @@ from typing import Any
 from .. import user_files
 from ..compiling import compiling
 
-FOLDER = "triton"  # of locks, in the user's cache
+FOLDER = "triton"  # folder of locks, in the user's cache
 LONGEST = 300.0  # seconds that a compilation may take, before others stop waiting for it
 
 
