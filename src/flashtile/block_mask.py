@@ -143,8 +143,8 @@ class BlockMask(MaskMod):
             accepted = "for sequences of different lengths, a mask function, or a flashtile.BlockMask without `seqlens`"
             raise ArgumentError("mask", self, accepted, example)
 
-    def _with(self, tensors: tuple[Tensor, ...]) -> Self:
-        made = super()._with(tensors)
+    def with_tensors(self, tensors: tuple[Tensor, ...]) -> Self:
+        made = super().with_tensors(tensors)
         made.seqlens, made.block_size = self.seqlens, self.block_size
         return made
 
