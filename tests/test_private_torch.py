@@ -21,7 +21,7 @@ from flashtile.call import sharding
 from flashtile.dispatch import fast_path
 
 # Modules whose private names only measurements and checks need: without one, those fail by themselves.
-MEASUREMENTS = ("bench.", "testing.")
+MEASUREMENTS = ("as_arch", "bench.", "testing.")
 PRIVATE = re.compile(r"torch(\.\w+)*\._[a-z]|from torch[\w.]* import \(?_[a-z]|from torch\.utils\._|\b_cdata\b")
 SOURCE = Path(private_torch.__file__).read_text()
 CALLS = [node for node in ast.walk(ast.parse(SOURCE)) if isinstance(node, ast.Call) and len(node.args) == 3]

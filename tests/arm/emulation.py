@@ -237,6 +237,6 @@ def emulated(processor: Processor) -> Iterator[Emulation]:
 
 def forget() -> None:
     """Compile every kernel anew."""
-    for cached in (machine_code.function_address, distance_table.distance_table):
+    for cached in (machine_code.loaded, distance_table.distance_table):
         cached.cache_clear()
     fast_path.forget()

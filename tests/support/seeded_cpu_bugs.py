@@ -311,7 +311,7 @@ def fresh_kernels() -> Iterator[None]:
 def forget_kernels() -> None:
     fast_path.forget()
     jit._PARTS.clear()
-    machine_code.function_address.cache_clear()
+    machine_code.loaded.cache_clear()
 
 
 def caught(x: CpuBug) -> str | None:

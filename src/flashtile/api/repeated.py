@@ -279,7 +279,7 @@ class RepeatedAttention(torch.autograd.Function):
         ctx.known, ctx.kept = known, kept[0] if kept else None
         ctx.save_for_backward(out, lse, *tensors)
         ctx.set_materialize_grads(False)
-        return (out, split_row_stats(tensors[0], lse)[0]) if known.return_lse else out
+        return (out, split_row_stats(tensors[0], lse.view_as(lse))[0]) if known.return_lse else out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:

@@ -151,6 +151,7 @@ class Attention(torch.autograd.Function):
         out, lse, *flat = ctx.saved_tensors
         if dout is None and dstats is None:  # a second derivative passes here without a gradient of the results
             return None, *(None for _ in flat)
+        lse = lse.detach()  # as `api.repeated` has it: gradients never depend on its own
         call = Call(Tensors.from_flat(flat), ctx.settings, ctx.entry)
         dlse = None if dstats is None else split_row_stats(call.tensors.q, dstats)[0]
         call.kept = ctx.kept

@@ -313,7 +313,7 @@ def test_packed_sequences_and_tokens_of_none() -> None:
 
 
 def run_guarded(*words: str) -> subprocess.CompletedProcess:
-    program = [sys.executable, str(Path(__file__).parents[2] / "guarded.py"), *words]
+    program = [sys.executable, str(Path(__file__).parents[2] / "support" / "guarded.py"), *words]
     return subprocess.run(program, capture_output=True, text=True, check=False)
 
 

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(
 
 def forget() -> None:
     archive.forget()
-    machine_code.function_address.cache_clear()
+    machine_code.loaded.cache_clear()
     fast_path.forget()
 
 
@@ -217,7 +217,7 @@ def test_the_command_writes_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(cpu, "standard_kernels", lambda width, dtype: kernels[dtype])
     files = [tmp_path / name for name in ("a.zip", "b.zip")]
     for file in files:
-        build_kernels.run(arch="", cpu=True, out=file, jobs=1, sweeps=(), only="avx2", wheel=None)
+        build_kernels.run(archs=None, cpu=True, out=file, jobs=1, sweeps=(), only="avx2", wheel=None)
     found = archive.of_this_version(files[0]).index["kernels"]
     assert {width: len(x) for width, x in found.items()} == {"avx2": len(cpu.DTYPES)}
     assert files[0].read_bytes() == files[1].read_bytes()
