@@ -22,6 +22,7 @@ import balance_tables
 import block_tables
 import compatibility_tables
 import distributed_tables
+import front_tables
 import gpu_tables
 import mask_tables
 import mma_tables
@@ -35,7 +36,7 @@ sys.path.append(str(ROOT / "ladder" / "docs"))
 import ladder_tables  # noqa: E402
 
 PAGES = ("README.md", "docs/performance.md", "docs/architecture.md", "docs/compatibility.md")
-PAGES += ("docs/models.md", "docs/design/blocks.md")
+PAGES += ("docs/models.md", "docs/design/blocks.md", "docs/features.md")
 PAGES += ("ladder/docs/ladder.md", "ladder/docs/ladder_measurements.md", "docs/score_mods.md", "docs/distributed.md")
 PAGES += ("docs/journal/2026-11-23-bias-and-masks.md", "docs/journal/2026-11-23-triton-versions.md")
 PAGES += ("docs/journal/2026-11-23-sides-of-the-diagonal.md",)
@@ -315,6 +316,7 @@ TABLES: dict[str, Callable[[], str]] = (
     | ladder_tables.TABLES
     | compatibility_tables.TABLES
     | gpu_tables.TABLES
+    | front_tables.TABLES
     | score_mod_tables.TABLES
     | block_tables.TABLES
     | balance_tables.TABLES

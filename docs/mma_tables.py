@@ -12,8 +12,8 @@ SPECIAL = {"window", "mask", "score_mod", "bias", "lengths"}
 PEERS = {"sdpa:flash": "FlashAttention-2", "sdpa:efficient": "efficient"}
 
 
-def compared() -> str:
-    """Time of PyTorch's kernels relative to ours, by head dimension: geometric mean and least of the calls."""
+def ratios() -> dict[tuple[int, str], defaultdict[str, list[float]]]:
+    """Time of PyTorch's kernels relative to ours for each call, by head dimension and pass, then by kernel."""
     found: defaultdict[tuple[int, str], defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for line in (RESULTS / "mma-sync.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -24,12 +24,15 @@ def compared() -> str:
         for peer in PEERS.keys() & times.keys():
             kind = cell.get("head_dim", 64), cell.get("measure", "forward")
             found[kind][peer].append(times[peer] / times["flashtile"])
+    return found
+
+
+def compared() -> str:
+    """Geometric mean and least of these, by head dimension."""
     body = []
-    for (width, measure), ratios in sorted(found.items(), key=lambda x: (x[0][1] == "backward", x[0][0])):
-        cells = [
-            f"{math.exp(statistics.mean(map(math.log, ratios[peer]))):.2f} ({min(ratios[peer]):.2f})" for peer in PEERS
-        ]
-        body.append([measure, str(width), str(len(ratios["sdpa:flash"])), *cells])
+    for (width, measure), peers in sorted(ratios().items(), key=lambda x: (x[0][1] == "backward", x[0][0])):
+        cells = [f"{math.exp(statistics.mean(map(math.log, peers[x]))):.2f} ({min(peers[x]):.2f})" for x in PEERS]
+        body.append([measure, str(width), str(len(peers["sdpa:flash"])), *cells])
     return markdown(("", "head dimension", "calls", *PEERS.values()), body)
 
 

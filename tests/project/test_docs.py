@@ -193,3 +193,29 @@ def test_paths_exist(document: Path) -> None:
 
 def test_dir_is_what_is_public() -> None:
     assert sorted(dir(flashtile)) == sorted([*flashtile.__all__, "__version__"])
+
+
+def test_the_site_has_every_page_and_nothing_else() -> None:
+    """The navigation of mkdocs.yml, but for entries of the journal and the page that mkdocstrings makes."""
+    shown = re.findall(r"^ +- ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    places = [
+        script("site_hooks").site_path(str(x.relative_to(ROOT))) for x in PAGES if not re.match(r"2\d{3}-", x.name)
+    ]
+    assert sorted(shown) == sorted(["reference.md", *filter(None, places)])
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "url", "expected"),
+    [
+        ("index.md", "[a](faq.md#threads)", "", "[a](faq.md#threads)"),
+        ("index.md", "[a](../ladder/docs/ladder.md#x)", "", "[a](course/ladder.md#x)"),
+        ("design/cpu.md", "[a](../../ladder/docs/README.md)", "", "[a](../course/README.md)"),
+        ("course/ladder.md", "[a](../../docs/faq.md) ![b](ladder.svg)", "", "[a](../faq.md) ![b](ladder.svg)"),
+        ("index.md", "[a](../examples/varlen.py) [b](make_api.py)", "", "a b"),
+        ("index.md", "[a](../SECURITY.md#x)", "https://x.org/f", "[a](https://x.org/f/blob/main/SECURITY.md#x)"),
+        ("index.md", "[a](https://x.org) [b](#c)", "", "[a](https://x.org) [b](#c)"),
+        ("faq.md", '<img src="images/speed.svg" alt="">', "", '<img src="images/speed.svg" alt="">'),
+    ],
+)
+def test_links_of_the_site(page: str, text: str, url: str, expected: str) -> None:
+    assert script("site_hooks").linked(text, page, url) == expected

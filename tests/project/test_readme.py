@@ -1,6 +1,8 @@
 """The documentation keeps its promises: its code runs, its commands exist, its links lead somewhere."""
 
+import importlib
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,22 +25,83 @@ def blocks(language: str, document: str = "README.md") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / document).read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
-def test_the_python_example_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
-    _, example = blocks("python")
-    exec(compile(example, "README.md", "exec"), {})
-    assert "torch.Size([2, 8, 300, 64])" in capsys.readouterr().out
+def test_the_python_examples_run_as_they_stand(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first has six lines; the second, which counts calls, goes on with its names."""
+    first, second = blocks("python")
+    assert sum(map(bool, first.splitlines())) == 6
+    names: dict[str, Any] = {}
+    exec(compile(first, "README.md", "exec"), names)
+    assert "torch.Size([2, 8, 300, 64]) torch.Size([1, 8, 300, 300])" in capsys.readouterr().out
+    exec(compile(second, "README.md", "exec"), names)
+    assert names["counts"].total == 1
+    assert "1 x attention, forward" in capsys.readouterr().out
 
 
-def test_the_change_of_a_program_runs_as_it_stands() -> None:
-    """Its imports exist, and the model then has flashtile's attention."""
-    pytest.importorskip("transformers", reason="needs the extra `transformers`")
-    change, _ = blocks("python")
-    names: dict[str, Any] = {"model": mock.Mock()}
-    exec(compile(change, "README.md", "exec"), names)
-    names["model"].set_attn_implementation.assert_called_once_with("tile_attention")
-    q = torch.randn(1, 2, 5, 8)
-    out = names["flash_attn_func"](*(x.transpose(1, 2) for x in (q, q, q))).transpose(1, 2)
-    torch.testing.assert_close(out, names["scaled_dot_product_attention"](q, q, q))
+def test_the_readme_is_short_and_names_losses_before_speeds() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) <= 100
+    losses = text.index("**Where it loses**")
+    assert losses < text.index("<!-- table: which_chip -->") < text.index("<img ")
+    for chip in ("A100", "RTX 4090", "B200", "H100, H200", "MI300", "Mac", "Windows"):
+        assert f"\n| {chip} | " in text
+
+
+def switches() -> dict[str, tuple[str, str]]:
+    """The line and the way back of each kind of program, from README's table."""
+    found = re.findall(r"^\| (.*) \| `(.*)` \| `(.*)` \|$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    return {kind: (line, back) for kind, line, back in found}
+
+
+def attended(call: Callable[[], Tensor]) -> tuple[int, Tensor]:
+    with flashtile.calls() as counts:
+        out = call()
+    return counts.total, out
+
+
+def test_a_model_of_transformers_switches_by_the_line_and_goes_back() -> None:
+    transformers = pytest.importorskip("transformers", reason="needs the extra `transformers`")
+    import flashtile.integrations.transformers
+
+    line, back = switches()["a model of transformers"]
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 10}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2)).eval()
+    tokens = torch.arange(6)[None]
+    names = {"model": model, "flashtile": flashtile}
+    before = model(tokens).logits
+    exec(line, names)
+    assert all(row.runs for row in flashtile.integrations.transformers.check(model))
+    total, out = attended(lambda: model(tokens).logits)
+    assert total == 2
+    torch.testing.assert_close(out, before)
+    exec(back, names)
+    assert attended(lambda: model(tokens).logits)[0] == 0
+
+
+def test_other_programs_switch_by_the_line_and_go_back() -> None:
+    import flashtile.compat.torch
+
+    assert len(switches()) == 3
+    q = torch.randn(1, 2, 40, 16)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    expected = sdpa(q, q, q)
+
+    def of_flash_attn() -> Tensor:
+        x = q.transpose(1, 2)
+        return importlib.import_module("flash_attn").flash_attn_func(x, x, x).transpose(1, 2)
+
+    for kind, call in {"`import flash_attn`": of_flash_attn, "PyTorch's attention": lambda: sdpa(q, q, q)}.items():
+        line, back = switches()[kind]
+        exec(line, {"flashtile": flashtile})
+        try:
+            total, out = attended(call)
+        finally:
+            exec(back, {"flashtile": flashtile})
+        assert total == 1
+        torch.testing.assert_close(out, expected)
+    assert attended(lambda: sdpa(q, q, q))[0] == 0
+    with pytest.raises(ImportError):
+        of_flash_attn()
 
 
 def test_the_decode_loop_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
