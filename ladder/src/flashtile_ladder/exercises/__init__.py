@@ -5,6 +5,7 @@ names a function, and the first and the last line of its heart. A known mistake 
 """
 
 import ast
+import functools
 import importlib
 import textwrap
 import tomllib
@@ -15,6 +16,14 @@ from typing import Any
 
 HEADER = "# flashtile_ladder exercise "
 EMPTY = 'raise NotImplementedError("your lines go here")'
+
+
+@functools.cache
+def source_of(path: Path, function: str) -> str:
+    """A function of a file, as it is written there; `ast` takes milliseconds to find it."""
+    text = path.read_text(encoding="utf-8")
+    found = next(x for x in ast.parse(text).body if isinstance(x, ast.FunctionDef) and x.name == function)
+    return ast.get_source_segment(text, found) or ""
 
 
 @dataclass(frozen=True)
@@ -54,9 +63,7 @@ class Exercise:
 
     def source(self) -> str:
         """The function, as the step has it."""
-        text = Path(self.step().__file__ or "").read_text(encoding="utf-8")
-        found = next(x for x in ast.parse(text).body if isinstance(x, ast.FunctionDef) and x.name == self.function)
-        return ast.get_source_segment(text, found) or ""
+        return source_of(Path(self.step().__file__ or ""), self.function)
 
     def heart(self) -> str:
         """The lines that the exercise takes out, with their indentation.
