@@ -51,7 +51,7 @@ def test_the_folder_shows_the_course() -> None:
     assert steps <= files
     assert files - steps == {"__init__.py", "__main__.py", "py.typed", "step09_instructions.cuh", "steps.toml"}
     folders = {path.name for path in FOLDER.iterdir() if path.is_dir()} - {"__pycache__"}
-    assert folders == {"_host", "related", "measure", "iomodel", "cli"}
+    assert folders == {"_host", "related", "measure", "exercises", "iomodel", "cli"}
 
 
 def test_every_step_can_be_run() -> None:

@@ -23,7 +23,8 @@ Two memories occur in all steps. HBM, a GPU's large memory, holds whole matrices
 memory of one multiprocessor, holds a tile: registers and shared memory; on a CPU a cache. The L2 cache is between them.
 
 This folder has the steps. `related` has what is around them, `measure` what counts and measures, `_host` what a learner
-may skip: compilers, launches and printing; `iomodel` is the model of bytes and `cli` the command `flashtile-ladder`.
+may skip: compilers, launches and printing; `exercises` has steps with a hole and their judge; `iomodel` is the model of
+bytes and `cli` the command `flashtile-ladder`.
 Nothing here imports flashtile but one module of `cli`, and `import flashtile_ladder` imports no step.
 """
 

@@ -1,4 +1,6 @@
-"""`python -m flashtile_ladder`: the steps and what to run next; with the number or the file of a step, that step."""
+"""`python -m flashtile_ladder`: the steps and what to run next; with the number or the file of a step, that step; with
+`exercise` or `check`, the exercises.
+"""
 
 import sys
 
@@ -16,6 +18,7 @@ def listing() -> str:
         "",
         "Run the first: python -m flashtile_ladder 1",
         "A file alone:  python -m flashtile_ladder step02_floats",
+        "Exercises:     python -m flashtile_ladder exercise",
     ]
     return "\n".join([*lines, "Measure all:   flashtile-ladder --help", f"The files:     {FOLDER}"])
 
@@ -24,6 +27,10 @@ def main(names: list[str]) -> None:
     if not names:
         print(listing())
         return
+    if names[0] in ("exercise", "check"):
+        from .exercises.command import main as exercises
+
+        exercises(names, prog_name="python -m flashtile_ladder")
     chosen = [step for name in names for step in STEPS if name in (str(step.number), step.module, step.file)]
     known = {name for step in STEPS for name in (str(step.number), step.module, step.file)}
     if unknown := [name for name in names if name not in known]:
