@@ -31,7 +31,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flashtile
 from flashtile.backend import compiling
-from flashtile.backend.gpu.archive import KERNELS_VARIABLE, NO_ARCHIVE
+from flashtile.backend.archive import NO_ARCHIVE
+from flashtile.backend.gpu.archive import KERNELS_VARIABLE
 from flashtile.backend.user_files import CACHE_VARIABLE
 
 WAIT = 0.2  # seconds lost that a person notices
