@@ -26,8 +26,9 @@ from typing import Any
 import torch
 
 import flashtile
+from flashtile.backend.archive import NO_ARCHIVE
 from flashtile.backend.gpu import archive as archives
-from flashtile.backend.gpu.archive import KERNELS_VARIABLE, NO_ARCHIVE
+from flashtile.backend.gpu.archive import KERNELS_VARIABLE
 
 AHEAD, ON_THE_SPOT = WAYS = ("archive", "triton")
 FIRST_CALLS = ("forward", "decode", "training")
