@@ -2,6 +2,7 @@
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,6 +66,18 @@ def test_kernels_of_triton_that_are_cached(tmp_path: Path, monkeypatch: pytest.M
     with compiling.none_compiled():
         assert function._do_compile("one") == "code"
     assert (compiling.compiled, function.ASTSource) == (before + 1, source)
+
+
+def test_threads_compile_kernels_of_one_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None leaves its source to another one, which would count for ever."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    function, before = compiled_once(Jitted(tmp_path)), compiling.compiled
+    source = function.ASTSource
+    with ThreadPoolExecutor(2) as pool:
+        begun = pool.submit(function._do_compile, "one")
+        time.sleep(0.1)  # it compiles for 0.2 s
+        assert pool.submit(function._do_compile, "two").result() == begun.result() == "code"
+    assert (compiling.compiled, function.ASTSource) == (before + 2, source)
 
 
 @pytest.mark.skipif(not user_files.FILE_LOCKS or not hasattr(os, "fork"), reason="no locks, or no fork")

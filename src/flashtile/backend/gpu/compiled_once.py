@@ -10,11 +10,14 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+from ...locks import process_lock
 from .. import user_files
 from ..compiling import compiling
 
 FOLDER = "triton"  # folder of locks, in the user's cache
 LONGEST = 300.0  # seconds that a compilation may take, before others stop waiting for it
+
+_lock = process_lock()
 
 
 def compiled_once(function: Any) -> Any:
@@ -26,9 +29,12 @@ def compiled_once(function: Any) -> Any:
 
 
 def once(function: Any, compile_one: Any, key: Any, *arguments: Any) -> Any:
-    """Triton's `_do_compile`, while no other process compiles the same kernel."""
+    """Triton's `_do_compile`, while no other process compiles the same kernel. The function's class of sources is
+    replaced meanwhile, so that threads compile one after another.
+    """
     name = hashlib.sha256(f"{function.cache_key} {key}".encode()).hexdigest()[:32]
-    with user_files.locked(FOLDER, name, patience=LONGEST), contextlib.ExitStack() as until_compiled:
+    in_turn = user_files.locked(FOLDER, name, patience=LONGEST)
+    with in_turn, _lock, contextlib.ExitStack() as until_compiled:
         source_class = function.ASTSource
 
         def source(*given: Any) -> Any:
