@@ -12,8 +12,8 @@ from llvmlite import binding as llvm
 
 from ..backend.cpu import jit
 from ..backend.cpu.archive import ARCH, key_of, sources
-from ..backend.cpu.machine_code import source_of
-from ..backend.cpu.targets import NARROWEST, Processor, Target, generic, make_target
+from ..backend.cpu.machine_code import CpuKernel, source_of
+from ..backend.cpu.targets import NARROWEST, Processor, generic, make_target
 from ..backend.cpu.variant import BACKWARD, FORWARD, Variant
 from .build import write_archive
 from .link import flat
@@ -24,21 +24,15 @@ SLOPES = ("slopes",)  # ALiBi's
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-class StandardKernel(NamedTuple):
-    name: str
-    variant: Variant
-    target: Target
-
-
 class Compiled(NamedTuple):
     """A kernel's machine code, and where in it the kernel begins."""
 
-    kernel: StandardKernel
+    kernel: CpuKernel
     code: bytes
     entry: int
 
 
-def standard_kernels(width: str, dtype: str) -> Iterator[StandardKernel]:
+def standard_kernels(width: str, dtype: str) -> Iterator[CpuKernel]:
     """The kernels of calls without score functions, for every length, head dimension and visibility, which are
     arguments: for panels of few and of many rows, and features that are whole vectors or not. Those of frequent
     features, one at a time, have whole vectors.
@@ -48,15 +42,15 @@ def standard_kernels(width: str, dtype: str) -> Iterator[StandardKernel]:
     for vectors, whole in itertools.product((1, target.vectors), (True, False)):
         plain = Variant(dtype, vectors, row_values=whole)
         for variant in (plain, *with_features(plain)) if whole else (plain,):
-            yield StandardKernel(BACKWARD, variant, target)
+            yield CpuKernel(BACKWARD, variant, target)
             if not variant.bias_gradient and not variant.slope_gradient and not (matrix_tiles and whole):
-                yield StandardKernel(FORWARD, variant._replace(tiles=matrix_tiles), target)
+                yield CpuKernel(FORWARD, variant._replace(tiles=matrix_tiles), target)
     for variant in (plain := Variant(dtype, vectors=1, row_values=True, decode=True), *with_features(plain)):
-        yield StandardKernel(FORWARD, variant, target)
+        yield CpuKernel(FORWARD, variant, target)
     vector_bytes = target.vector_bytes // 2
     while vector_bytes >= NARROWEST:  # decoding heads that do not fill wider vectors
         narrow = target._replace(vector_bytes=vector_bytes)
-        yield StandardKernel(FORWARD, plain._replace(row_values=False), narrow)
+        yield CpuKernel(FORWARD, plain._replace(row_values=False), narrow)
         vector_bytes //= 2
 
 
@@ -93,7 +87,7 @@ def compile_share(work: tuple[str, str]) -> list[Compiled]:
     return compiled(width, standard_kernels(width, dtype))
 
 
-def compiled(width: str, kernels: Iterable[StandardKernel]) -> list[Compiled]:
+def compiled(width: str, kernels: Iterable[CpuKernel]) -> list[Compiled]:
     """Compile kernels of a width."""
     machine = machine_of(generic(width, WIDTHS[width]))
     objects: dict[str, bytes] = {}  # by their IR: kernels share parts

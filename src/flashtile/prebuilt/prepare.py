@@ -181,9 +181,9 @@ def records_of_log(path: Path, device: str) -> Iterator[Record]:
 
 def finished(work: Work, jobs: int, begin: float) -> Prepared:
     """Load what is in caches, and compile the others: in other processes first, and then here what these left."""
-    ahead = sum(in_archive(kernel, work.device) for kernel in work.kernels.values())
+    others = {key: kernel for key, kernel in work.kernels.items() if not in_archive(kernel, work.device)}
     before = compiling.compiled
-    missing = [key for key, x in work.kernels.items() if not in_archive(x, work.device) and not is_loaded_from_cache(x)]
+    missing = [key for key, kernel in others.items() if not is_loaded_from_cache(kernel)]
     sent = {key: record for key in missing if (record := work.records[key]) is not None}
     jobs = max(1, min(jobs, len(sent)))
     compiled = compiled_by_helpers(sent, work.device, jobs) if jobs > 1 else 0
@@ -191,6 +191,7 @@ def finished(work: Work, jobs: int, begin: float) -> Prepared:
         compile_kernel(work.kernels[key], load=True)
     compiled += compiling.compiled - before
     seconds = time.monotonic() - begin
+    ahead = len(work.kernels) - len(others)
     return Prepared(work.device.name, len(work.kernels), ahead, compiled, seconds, jobs)
 
 
