@@ -1,8 +1,8 @@
 """Losses and the table of chips in README.md for docs/make_tables.py, from results that other tables show."""
 
-import math
 from collections import Counter
 from collections.abc import Sequence
+from statistics import geometric_mean
 
 import mma_tables
 import model_tables
@@ -12,14 +12,9 @@ PEERS = ("sdpa:cudnn", "fa3")
 HOPPER = ("h200-hopper-forward", "h200-hopper-backward")
 
 
-def mean(ratios: Sequence[float]) -> float:
-    """Geometric mean."""
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
-
-
 def summary(ratios: Sequence[float]) -> str:
     """Geometric mean and range."""
-    return f"{mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    return f"{geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def hopper(name: str) -> dict[tuple[str, ...], float]:
@@ -68,16 +63,16 @@ def front_losses() -> str:
     """Where others are faster, which stands above the speeds."""
     eager, backward, sm_80 = models(eager=True), hopper(HOPPER[1]), mma("backward")
     worst = {width: min(x for (d, *_), x in backward.items() if d == width) for width in ("96", "192")}
-    wide = mma("forward", 96)
+    of_backward, of_wide = geometric_mean(sm_80), geometric_mean(mma("forward", 96))
     parts = (
         f"eager calls below 0.1 ms, mostly with gradients (down to {min(eager):.2f} of the best other's speed, H100)",
         f"backward at head dimensions 96 and 192 (down to {worst['96']:.2f} and {worst['192']:.2f}, H200)",
-        f"sm_80 code, backward (mean {mean(sm_80):.2f}) and forward from 96 features on (mean {mean(wide):.2f})",
+        f"sm_80 code, backward (mean {of_backward:.2f}) and forward from 96 features on (mean {of_wide:.2f})",
         "and the first call, which compiles.",
     )
     return paragraph(
         f"**Where it loses**: {'; '.join(parts)}",
-        "[All losses](docs/performance.md#where-flashtile-loses), [those of models](docs/models.md#slower).",
+        "[All losses](docs/performance.md#where-flashtile-loses), [the losses in models](docs/models.md#slower).",
     )
 
 

@@ -2,13 +2,13 @@
 
 import csv
 import json
-import math
 import statistics
 from collections import defaultdict
 
 from cells import RESULTS, markdown
 
-SPECIAL = {"window", "mask", "score_mod", "bias", "lengths"}
+from flashtile.bench.cell import Cell
+
 PEERS = {"sdpa:flash": "FlashAttention-2", "sdpa:efficient": "efficient"}
 
 
@@ -17,13 +17,14 @@ def ratios() -> dict[tuple[int, str], defaultdict[str, list[float]]]:
     found: defaultdict[tuple[int, str], defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for line in (RESULTS / "mma-sync.jsonl").read_text().splitlines():
         row = json.loads(line)
-        cell = row.get("cell")
-        if cell is None or SPECIAL & cell.keys() or cell.get("measure") == "decode":
+        if "cell" not in row:
+            continue
+        cell = Cell.from_dict(row["cell"])
+        if cell.is_special or cell.measure == "decode":
             continue
         times = {x["provider"]: statistics.median(x["samples"]) for x in row["rows"] if x["status"] == "ok"}
         for peer in PEERS.keys() & times.keys():
-            kind = cell.get("head_dim", 64), cell.get("measure", "forward")
-            found[kind][peer].append(times[peer] / times["flashtile"])
+            found[cell.head_dim, cell.measure][peer].append(times[peer] / times["flashtile"])
     return found
 
 
@@ -31,13 +32,13 @@ def compared() -> str:
     """Geometric mean and least of these, by head dimension."""
     body = []
     for (width, measure), peers in sorted(ratios().items(), key=lambda x: (x[0][1] == "backward", x[0][0])):
-        cells = [f"{math.exp(statistics.mean(map(math.log, peers[x]))):.2f} ({min(peers[x]):.2f})" for x in PEERS]
+        cells = [f"{statistics.geometric_mean(peers[x]):.2f} ({min(peers[x]):.2f})" for x in PEERS]
         body.append([measure, str(width), str(len(peers["sdpa:flash"])), *cells])
     return markdown(("", "head dimension", "calls", *PEERS.values()), body)
 
 
 def read_rates() -> str:
-    """Time of a plain read relative to that of decoding, by page size."""
+    """Time of a plain read relative to decoding's, by page size."""
     with (RESULTS / "read-rate-sm80.csv").open() as file:
         rows = list(csv.DictReader(file))
     sizes = dict.fromkeys(row["page_size"] for row in rows)
