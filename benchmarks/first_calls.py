@@ -6,8 +6,8 @@
 Five workloads, each in processes of its own: with empty caches, then with those that the first process has filled,
 and with `--archive` with empty caches and compiled kernels. PyTorch's SDPA is measured too and, on a GPU, FlexAttention
 under `torch.compile` and FlashAttention-3, if `--fa3` names its module. A process makes a first forward and backward
-call, then those of random lengths. Each call is made twice: what the first takes longer is lost. The result is a table,
-and `first-calls-DEVICE.json` in the folder of `--out`.
+call, then calls of random lengths. Each call is made twice, and the time that the first one takes more is lost. The
+result is a table, and `first-calls-DEVICE.json` in the folder of `--out`.
 """
 
 import argparse
