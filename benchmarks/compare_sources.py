@@ -2,6 +2,7 @@
 
     python benchmarks/compare_sources.py OLD/src NEW/src [--cells WORDS] [--rounds 9] [--out FILE.csv]
     python benchmarks/compare_sources.py triton-3.6.zip triton-3.9.zip --cells hopper
+    FLASHTILE_AS_ARCH=sm_80 python benchmarks/compare_sources.py OLD/src NEW/src --cells mma
 
 Each side has a process of its own, and all hold their kernels and inputs while they wait. They measure in alternation,
 so that clocks, heat and neighbors are the same for all. Speeds are in units of the first side's; that of a cell is the
@@ -54,6 +55,15 @@ CELLS = [
       for d in (96, 192, 256) for measure in ("forward", "backward")),
     *(cell(f"hopper {d} 16384 {c}", "backward", head_dim=d, heads=2048 // d, seqlen=16384, causal=c == "causal")
       for d in (64, 128) for c in ("full", "causal")),
+    *both("mma 64 4k causal", head_dim=64, heads=16, seqlen=4096, batch=2, causal=True),
+    *both("mma 64 16k causal", head_dim=64, heads=8, seqlen=16384, causal=True),
+    *both("mma 64 512 causal", head_dim=64, heads=8, seqlen=512, batch=8, causal=True),
+    *both("mma 128 512 causal", head_dim=128, heads=8, seqlen=512, batch=8, causal=True),
+    *both("mma 128 2k causal", head_dim=128, heads=16, seqlen=2048, batch=4, causal=True),
+    *both("mma 128 8k causal", head_dim=128, heads=8, seqlen=8192, causal=True),
+    *both("mma 64 4k causal gqa", head_dim=64, heads=32, heads_kv=8, seqlen=4096, batch=2, causal=True),
+    *both("mma 128 4k causal gqa", head_dim=128, heads=32, heads_kv=8, seqlen=4096, batch=2, causal=True),
+    *both("mma 128 4k window", head_dim=128, heads=16, seqlen=4096, batch=2, window=(511, 0)),
     cell("hopper softcap 128 4k", head_dim=128, heads=16, seqlen=4096, batch=4, causal=True, softcap=30.0),
     cell("hopper window 128 16k", head_dim=128, heads=16, seqlen=16384, causal=True, window=(1023, 0)),
 ]  # fmt: skip
@@ -101,6 +111,10 @@ def work() -> None:
     """Answer each line, a cell's number, with the seconds of one call."""
     import torch
 
+    if "FLASHTILE_AS_ARCH" in os.environ:
+        from flashtile.as_arch import install_inherited
+
+        install_inherited()
     calls: dict[int, tuple[Any, int]] = {}
 
     def seconds(call: Any, count: int) -> float:
