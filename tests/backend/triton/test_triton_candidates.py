@@ -231,3 +231,16 @@ def test_gradients_that_triton_cannot_compile_are_declined() -> None:
         with mock.patch.object(support, "triton_version", return_value=version):
             reason = support.declines_backward(described, Device("cuda", arch, arch, 100), QKV)
         assert (reason is not None) == declined
+
+
+def test_float32_gradients_that_no_tile_holds_are_declined() -> None:
+    """Counted by compilers: 130 KiB at 512 features, 98 at 384."""
+    for arch, widths, declined in (
+        ("sm_89", (512, 512), True), ("sm_120", (320, 512), True), ("sm_89", (384, 384), False),
+        ("sm_89", (512, 128), False), ("sm_80", (512, 512), False), ("gfx942", (512, 512), False),
+    ):  # fmt: skip
+        given = problem(dtype=torch.float32, head_dim=widths[0], head_dim_v=widths[1])
+        reason = support.declines_backward(given, Device("cuda", arch, arch, 100), QKV)
+        assert (reason is not None) == declined, (arch, widths, reason)
+        half = replace(given, dtype=torch.bfloat16)
+        assert support.declines_backward(half, Device("cuda", arch, arch, 100), QKV) is None

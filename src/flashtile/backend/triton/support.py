@@ -11,6 +11,7 @@ from ...call.device import Device
 from ...call.plan import Candidate, Plan
 from ...call.problem import Problem, too_long
 from ...expression import Formula
+from ..gpu.chips import memory_of
 from ..gpu.formula import unsupported
 from ..gpu.installed import triton_version
 
@@ -61,6 +62,14 @@ def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | N
     version = triton_version()
     if device.arch == "gfx950" and problem.features.mask is not None and version is not None and version >= (3, 9):
         return "Triton 3.9 cannot compile its gradients under a mask for gfx950"
+    if device.arch.startswith("sm_") and problem.dtype is torch.float32:
+        from .plan.cost import least_exact_bytes
+
+        kibibytes, memory = -(-least_exact_bytes(problem) // 1024), memory_of(device)
+        if kibibytes > memory:
+            return (
+                f"its float32 gradients of such heads take {kibibytes} KiB of shared memory, of {memory} that there are"
+            )
     return None
 
 

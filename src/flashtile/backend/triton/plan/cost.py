@@ -6,10 +6,11 @@ from ....call.device import Device
 from ....call.problem import Problem, power_of_two
 from ...gpu import waves
 from ...gpu.block_lists import LEAST_PAIRS
-from ...gpu.chips import memory_of
+from ...gpu.chips import MIN_SHARED_MEMORY, memory_of
 from ...gpu.cost import Cost, Counts, add_work, of_group, rows_bytes, shared, shown
 from ...gpu.waves import Head, Tile, busiest
 from ..tile_config import FusedConfig, KernelConfig, TileConfig
+from . import tables
 
 REGISTERS = 2**16  # registers of a core
 OWN_REGISTERS, MOST_REGISTERS = 40, 255  # registers of a thread, for addresses and the like, and in all
@@ -50,6 +51,14 @@ def shared_bytes(problem: Problem, tile: KernelConfig, kernel: str) -> int:
         return 2 * (tile.block_m * width + tile.num_stages * tile.block_n * (width + width_v))
     rows = tile.num_stages * tile.block_m * (width + width_v + STATISTICS)
     return 2 * (tile.block_n * (width + width_v) + rows + 2 * tile.block_m * tile.block_n)
+
+
+def least_exact_bytes(problem: Problem) -> int:
+    """Shared memory of the smallest tile of float32 gradients: NVIDIA's exact products take all four operands from
+    there, and two tiles of pairs.
+    """
+    side = tables.SINGLE[MIN_SHARED_MEMORY][-1].dkdv.block_m
+    return 4 * 2 * side * (padded(problem.head_dim) + padded(problem.head_dim_v) + side)
 
 
 def fits(problem: Problem, device: Device, tile: KernelConfig, kernel: str, more: int = 0) -> bool:
