@@ -16,6 +16,7 @@ from mma_cases import BOTH, CASES, LARGE, SMALL, SMALL_TWO, TILES, dense, made, 
 
 import flashtile
 from flashtile.backend.gpu import block_lists
+from flashtile.backend.triton.kernels.sequences import in_turns
 from flashtile.backend.triton.tile_config import TileConfig
 from flashtile.testing.case import MaskFunction
 from flashtile.testing.oracle import solve
@@ -37,6 +38,15 @@ def test_rows_whose_scores_are_all_low() -> None:
     q, k = (torch.full_like(case.arguments[name], x) for name, x in (("q", -9.0), ("k", 8.0)))
     case = replace(case, arguments=case.arguments | {"q": q, "k": k})
     assert wrong(case, SMALL) == []
+
+
+@pytest.mark.parametrize(("tiles", "heads", "at_once"), [(5, 6, 3), (7, 16, 16), (1, 4, 2), (3, 5, 1)])
+def test_groups_of_heads_take_turns(tiles: int, heads: int, at_once: int) -> None:
+    """A group's first blocks, then its second blocks, and each block of each head once."""
+    order = [divmod(in_turns.fn(n, tiles, at_once), tiles) for n in range(tiles * heads)]
+    groups = range(0, heads, at_once)
+    assert order == [(head + n, tile) for head in groups for tile in range(tiles) for n in range(at_once)]
+    assert [in_turns.fn(n, tiles, None) for n in range(9)] == list(range(9))
 
 
 @pytest.mark.parametrize("tile", [SMALL_TWO, LARGE], ids=["16 x 16", "32 x 16"])

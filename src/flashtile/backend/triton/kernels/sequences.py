@@ -69,6 +69,20 @@ def work_tile(
 
 
 @triton.jit
+def in_turns(program, num_tiles, heads_at_once):
+    """The program's number where groups of `heads_at_once` heads, which divides the number of heads, take turns: their
+    first blocks run first, then their second blocks. The longest blocks of a causal call are then not the last to
+    start, and few blocks of a head still run together.
+    """
+    if heads_at_once is None:
+        return program
+    else:
+        group = num_tiles * heads_at_once
+        head = program // group * heads_at_once + program % group % heads_at_once
+        return head * num_tiles + program % group // heads_at_once
+
+
+@triton.jit
 def query_tile(
     lengths, program, num_heads, PACK_GQA: tl.constexpr, BLOCK: tl.constexpr, n,
     SHORT: tl.constexpr = False,

@@ -31,6 +31,7 @@ from ..tile_config import KernelConfig
 
 MAX_BIAS_SPLITS = 16  # partial gradients of a bias, summed at the end
 MAX_BIAS_PROGRAMS = 1024
+HEADS_AT_ONCE = 16  # whose blocks take turns: of each, several blocks run together and share what they read
 
 
 def alignment(tensors: list[Tensor]) -> int:
@@ -289,6 +290,13 @@ def num_key_tiles(call: Call, block: int) -> int:
         return -(-t.k.shape[0] // block) + t.cu_seqlens_k.shape[0] * (1 + more)
     total = t.k.shape[2] if t.page_table is None else t.page_table.shape[1] * t.k.shape[1]
     return -(-total // block) + more
+
+
+def heads_at_once(call: Call, heads: int) -> int | None:
+    """How many of a launch's heads take turns (`kernels.sequences.in_turns`); `None` where all blocks are as long."""
+    if call.layout != "dense" or (call.settings.window.unlimited and call.settings.mask_mod is None):
+        return None
+    return max(n for n in range(1, HEADS_AT_ONCE + 1) if heads % n == 0)
 
 
 def num_heads_k(call: Call) -> int:

@@ -125,7 +125,9 @@ class BackwardLaunches:
         self.dout = self.recorder.op(args.aligned_rows, self.dout)
         self.pointers = {**self.pointers, "dout": self.dout}
         sums = self.recorder.op(partial(new_row_sums, args.row_sums_shape(self.call, config)), self.call.tensors.q)
-        dk, dv = self.of_keys(ONE_LOOP, config, {"dq": sums}, args.row_sums_strides("dq", sums))
+        heads = args.num_heads_k(self.call) * args.dense_batch(self.call.tensors.k)
+        more = args.row_sums_strides("dq", sums) | {"heads_at_once": args.heads_at_once(self.call, heads)}
+        dk, dv = self.of_keys(ONE_LOOP, config, {"dq": sums}, more)
         return self.from_sums(sums, config), dk, dv
 
     def from_sums(self, sums: Tensor, config: KernelConfig) -> Tensor:

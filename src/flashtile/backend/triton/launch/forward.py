@@ -58,6 +58,7 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bo
     if not config.mma:
         partials = dict.fromkeys(("partial_out", "partial_lse", "partial_residual", "semaphores"))
         stride_split = {"stride_partials_split": None if splits == 1 else lse.numel()}
+    turns = {"heads_at_once": args.heads_at_once(call, q.shape[1] * args.dense_batch(q))} if config.mma else {}
     if splits > 1:
         # Partial results have the rows of lse: [splits, B, H, S, Dv] or [splits, H, T, Dv].
         rows = splits, *lse.shape
@@ -84,6 +85,7 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bo
             **lse_strides(lse),
             **args.constants(call, config, align, pack_gqa, splits, in_order),
             **stride_split,
+            **turns,
             "num_tiles": tiles,
         },
     )

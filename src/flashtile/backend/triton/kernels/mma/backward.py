@@ -19,7 +19,7 @@ from ..masking import block_list, first_visit, num_visits, row_blocks, row_bound
 from ..parameters import KeyTensor, Params, QueryTensor, RowTensor
 from ..prologue import batch_index, head_info
 from ..rows import HeadRows, elements, head_pointer, probabilities
-from ..sequences import key_seqlen, query_seqlen, work_tile
+from ..sequences import in_turns, key_seqlen, query_seqlen, work_tile
 from .from_sums import first_row
 from .tiles import (
     add_product,
@@ -62,7 +62,7 @@ class Rows(NamedTuple):
 @gluon_kernel
 def backward_kernel(
     q: QueryTensor, k: KeyTensor, v: KeyTensor, dout: QueryTensor, dk: KeyTensor, dv: KeyTensor, dq: RowTensor,
-    row_stats: RowTensor, params: Params, scale: Scalar, CONFIG: tl.constexpr,
+    row_stats: RowTensor, params: Params, scale: Scalar, heads_at_once: Scalar, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Store `dk` and `dv`, and add to `dq`, fp32 sums that `from_sums` scales."""
     ALIGN: gl.constexpr = CONFIG.ALIGN
@@ -77,8 +77,9 @@ def backward_kernel(
     dtype: gl.constexpr = k.data.dtype.element_ty
     lengths = params.lengths
     index = gl.arange(0, CONFIG.BLOCK_B, layout=LAYOUTS.numbers)
+    program = in_turns(gl.program_id(0), lengths.num_tiles, heads_at_once)
     work = work_tile(
-        gl.program_id(0), lengths.num_tiles, lengths.num_heads_k, lengths.cu_seqlens_k, None, lengths.batch,
+        program, lengths.num_tiles, lengths.num_heads_k, lengths.cu_seqlens_k, None, lengths.batch,
         lengths.total_k, 0, 1, N, index, FIRST_FIRST=True,
     )  # fmt: skip
     if work.start < work.seqlen:

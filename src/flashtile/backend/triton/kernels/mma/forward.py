@@ -8,13 +8,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from .. import scores, softmax
-from ..kernel import Pointer, gluon_kernel
+from ..kernel import Pointer, Scalar, gluon_kernel
 from ..masking import block_list, first_visit, key_blocks, key_bounds, mask_fill, num_visits
 from ..parameters import KeyTensor, Params, QueryTensor, RowTensor
 from ..products import Sum
 from ..prologue import batch_index, head_info
 from ..rows import Chunks, HeadRows, elements, head_pointer
-from ..sequences import key_seqlen, query_tile
+from ..sequences import in_turns, key_seqlen, query_tile
 from ..softmax import INFINITY, LOG2E, RowState
 from .tiles import (
     K_STEP,
@@ -48,7 +48,7 @@ class Keys(NamedTuple):
 @gluon_kernel
 def forward_kernel(
     q: QueryTensor, k: KeyTensor, v: KeyTensor, out: QueryTensor, lse: RowTensor, residual: Pointer, params: Params,
-    CONFIG: tl.constexpr,
+    heads_at_once: Scalar, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """`out [B, H, Sq, Dv]`, `lse [B, H, Sq]` and its residual of natural scores, or packed."""
     ALIGN: gl.constexpr = CONFIG.ALIGN
@@ -63,7 +63,8 @@ def forward_kernel(
     dtype: gl.constexpr = q.data.dtype.element_ty
     lengths = params.lengths
     index = gl.arange(0, CONFIG.BLOCK_B, layout=LAYOUTS.numbers)
-    work = query_tile(lengths, gl.program_id(0), lengths.num_heads_q, 1, M, index)
+    program = in_turns(gl.program_id(0), lengths.num_tiles, heads_at_once)
+    work = query_tile(lengths, program, lengths.num_heads_q, 1, M, index)
     if work.start < work.seqlen:
         b = batch_index(params, work)
         seqlen_k = key_seqlen(lengths, work.sequence)
