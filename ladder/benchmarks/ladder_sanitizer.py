@@ -55,8 +55,9 @@ def run_memory_kernels() -> None:
     from flashtile_ladder.measure import memory_levels, memory_patterns
 
     device = torch.device("cuda")
-    place, cycles = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    cycles = torch.zeros(1, dtype=torch.int64, device=device)
     for level, distance, places in (("L2", memory_levels.PLACE, 64), ("shared", 1, memory_levels.RING_SHARED)):
+        place = torch.zeros(1, dtype=torch.int32, device=device)
         memory_levels.walk(level, 100, memory_levels.ring(places, distance, device), place, cycles)
     memory_levels.walk("registers", 100, torch.zeros(1, device=device), place, cycles)
     x, sums = torch.ones(1024, device=device), torch.empty(2 * 256, device=device)
@@ -87,7 +88,7 @@ def run_without_a_bound() -> None:
     from flashtile_ladder._host.cuda_steps import rows as step
 
     right = step.source_for
-    step.source_for = lambda *given: right(*given)._replace(replaced=BOUND)
+    step.source_for = lambda *given, **options: right(*given, **options)._replace(replaced=BOUND)
     step.attention(*torch.randn(3, 77, 64, device="cuda"))
     torch.cuda.synchronize()
 
@@ -99,7 +100,7 @@ def run_without_a_barrier() -> None:
     from flashtile_ladder._host.cuda_steps import tensor_cores as step
 
     right = step.source_for
-    step.source_for = lambda *given: right(*given)._replace(replaced=(BARRIER, "//"))
+    step.source_for = lambda *given, **options: right(*given, **options)._replace(replaced=(BARRIER, "//"))
     q, k, v = torch.randn(3, 77, 64, device="cuda").half()
     step.attention(q, k, v)
     torch.cuda.synchronize()
