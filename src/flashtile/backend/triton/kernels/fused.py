@@ -2,9 +2,9 @@
 
 Each score is computed once: five products, and each input is read once, where the kernels of longer sequences take
 seven to nine products. A program walks over the blocks of the other side, with the sums of its block in registers: dq
-in a walk over keys, dk and dv in one over rows. Where both sides are one block there is no walk, and a program adds up
-the gradient of a bias over the sequences and heads that share it. Where heads are few, several programs share a walk,
-and the last one to finish adds up their sums in order.
+in a walk over keys, dk and dv in one over rows. Where both sides are one block there is no walk, sequences may be
+packed, and a program adds up the gradient of a bias over the sequences and heads that share it. Where heads are few,
+several programs share a walk, and the last one to finish adds up their sums in order.
 """
 
 from typing import NamedTuple
@@ -20,10 +20,10 @@ from .masking import key_bounds, row_bounds
 from .parameters import KeyTensor, Params, QueryTensor, RowTensor
 from .preprocess import row_statistics
 from .products import add_product, scaled, zeros
-from .prologue import head_info
+from .prologue import head_info, sequence_index
 from .rows import Chunks, elements, head_pointer, load_rows, store_rows
 from .score_gradient import KeyValueTile, RowTile, score_gradient, transposed_gradient
-from .sequences import SeqlenInfo
+from .sequences import SeqlenInfo, key_seqlen, query_seqlen
 
 MANY_ROWS = tl.constexpr(64)  # of a walk over keys; fewer do not fill the products of a warpgroup
 
@@ -60,6 +60,10 @@ class Head(NamedTuple):
     dlse: QueryTensor
     b: tl.tensor  # int64
     head: tl.tensor
+    offset_q: tl.tensor  # token of position 0; 0 where sequences are not packed
+    seqlen_q: tl.tensor
+    offset_k: tl.tensor
+    seqlen_k: tl.tensor
 
 
 class RowBlock(NamedTuple):
@@ -92,20 +96,30 @@ def fused_kernel(
     N: tl.constexpr = CONFIG.BLOCK_N
     split, program = tl.program_id(0) % heads.splits, tl.program_id(0) // heads.splits
     own_h, own_b = program % heads.tiles_h, program // heads.tiles_h
+    total_q, total_k = params.lengths.total_q, params.lengths.total_k
     if WALK == "keys":
-        given = Head(q, k, v, out, dout, lse, residual, dlse, own_b.to(tl.int64), own_h)
+        given = Head(q, k, v, out, dout, lse, residual, dlse, own_b.to(tl.int64), own_h, 0, total_q, 0, total_k)
         walk_keys(given, dq, dk, dv, dslopes, partials, split, heads.splits, program, params, scale, CONFIG)
     elif WALK == "rows":
-        given = Head(q, k, v, out, dout, lse, residual, dlse, own_b.to(tl.int64), own_h)
+        given = Head(q, k, v, out, dout, lse, residual, dlse, own_b.to(tl.int64), own_h, 0, total_q, 0, total_k)
         walk_rows(given, dq, dk, dv, dslopes, partials, split, heads.splits, program, params, scale, CONFIG)
     else:
         total = tl.zeros([N, M], tl.float32)
         for n in tl.range(split, heads.shared_b * heads.shared_h, heads.splits):
-            b, head = (own_b + n // heads.shared_h).to(tl.int64), own_h + n % heads.shared_h
-            given = Head(q, k, v, out, dout, lse, residual, dlse, b, head)
+            sequence, head = own_b + n // heads.shared_h, own_h + n % heads.shared_h
+            offset_q, seqlen_q = query_seqlen(params.lengths, sequence)
+            info_k = key_seqlen(params.lengths, sequence)
+            b = sequence.to(tl.int64)
+            if params.lengths.cu_seqlens_q is not None:
+                b = sequence_index(sequence, params.lengths.batch)
+            given = Head(
+                q, k, v, out, dout, lse, residual, dlse, b, head, offset_q, seqlen_q, info_k.offset, info_k.seqlen
+            )
             ds = whole_head(given, dq, dk, dv, dslopes, params, scale, CONFIG)
             if dbias.data is not None:
                 total += ds
+            if params.lengths.cu_seqlens_q is not None:
+                store_no_gradients(given, sequence, dq, dk, dv, dslopes, params, CONFIG)
         if dbias.data is not None:
             row, position = tl.arange(0, M), tl.arange(0, N)
             store_bias_gradient(dbias, split, own_b, own_h, row, position, tl.trans(total))
@@ -214,8 +228,38 @@ def split_of(seqlen, split, splits, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def store_no_gradients(given, sequence, dq, dk, dv, dslopes, params, CONFIG: tl.constexpr):
+    """Store 0 for packed tokens that belong to no sequence, and for those past the longest one that was promised."""
+    D: tl.constexpr = CONFIG.HEAD_DIM
+    DV: tl.constexpr = CONFIG.HEAD_DIM_V
+    M: tl.constexpr = CONFIG.BLOCK_M
+    N: tl.constexpr = CONFIG.BLOCK_N
+    lengths = params.lengths
+    begin_q, end_q = given.offset_q + M, given.offset_q + given.seqlen_q
+    begin_k, end_k = given.offset_k + N, given.offset_k + given.seqlen_k
+    if sequence == lengths.batch:
+        begin_q, end_q = tl.load(lengths.cu_seqlens_q + lengths.batch).to(tl.int32), lengths.total_q
+        begin_k, end_k = tl.load(lengths.cu_seqlens_k + lengths.batch).to(tl.int32), lengths.total_k
+    for start in tl.range(begin_q, end_q, M):
+        exists = start + tl.arange(0, M) < end_q
+        rows = block_pointers(dq, 0, given.head, start, dq.stride_m, M, CONFIG.ALIGN)
+        store_rows(rows, zeros(M, D, False), exists, D)
+        if dslopes.data is not None:
+            at = head_pointer(dslopes, 0, given.head, 1) + start + tl.arange(0, M)
+            tl.store(at, tl.zeros([M], tl.float32), mask=exists)
+    for start in tl.range(begin_k, end_k, N):
+        exists = start + tl.arange(0, N) < end_k
+        store_rows(
+            block_pointers(dk, 0, given.head, start, dk.stride_n, N, CONFIG.ALIGN), zeros(N, D, False), exists, D
+        )
+        store_rows(
+            block_pointers(dv, 0, given.head, start, dv.stride_n, N, CONFIG.ALIGN), zeros(N, DV, False), exists, DV
+        )
+
+
+@triton.jit
 def info_of(given, params):
-    shift = params.lengths.total_k - params.lengths.total_q + params.window.diagonal
+    shift = given.seqlen_k - given.seqlen_q + params.window.diagonal
     return head_info(params, given.b, given.head, shift)
 
 
@@ -228,12 +272,14 @@ def load_row_block(given, start, params, CONFIG: tl.constexpr):
     M: tl.constexpr = CONFIG.BLOCK_M
     b, head = given.b, given.head
     row = start + tl.arange(0, M)
-    exists = row < params.lengths.total_q
-    q_i = load_rows(block_pointers(given.q, b, head, start, given.q.stride_m, M, ALIGN), exists, D)
-    out_i = load_rows(block_pointers(given.out, b, head, start, given.out.stride_m, M, ALIGN), exists, DV)
-    dout_i = load_rows(block_pointers(given.dout, b, head, start, given.dout.stride_m, M, ALIGN), exists, DV)
+    exists = row < given.seqlen_q
+    first = given.offset_q + start
+    q_i = load_rows(block_pointers(given.q, b, head, first, given.q.stride_m, M, ALIGN), exists, D)
+    out_i = load_rows(block_pointers(given.out, b, head, first, given.out.stride_m, M, ALIGN), exists, DV)
+    dout_i = load_rows(block_pointers(given.dout, b, head, first, given.dout.stride_m, M, ALIGN), exists, DV)
+    token = first + tl.arange(0, M)
     lse_i, delta_i, residual_i = row_statistics(
-        out_i, dout_i, given.lse, given.residual, given.dlse, b, head, row, exists, DV, CONFIG.NATURAL
+        out_i, dout_i, given.lse, given.residual, given.dlse, b, head, token, exists, DV, CONFIG.NATURAL
     )
     return RowBlock(row, exists, RowTile(row[:, None], q_i, dout_i, lse_i, delta_i, residual_i))
 
@@ -245,11 +291,11 @@ def load_key_block(given, start, params, CONFIG: tl.constexpr):
     D: tl.constexpr = CONFIG.HEAD_DIM
     DV: tl.constexpr = CONFIG.HEAD_DIM_V
     N: tl.constexpr = CONFIG.BLOCK_N
-    seqlen_q, seqlen_k = params.lengths.total_q, params.lengths.total_k
+    seqlen_q, seqlen_k, first = given.seqlen_q, given.seqlen_k, given.offset_k + start
     position = start + tl.arange(0, N)
-    key_exists = position < seqlen_k
-    k_rows = block_pointers(given.k, given.b, given.head, start, given.k.stride_n, N, ALIGN)
-    v_rows = block_pointers(given.v, given.b, given.head, start, given.v.stride_n, N, ALIGN)
+    key_exists = position < tl.minimum(seqlen_k, params.lengths.max_seqlen_k)
+    k_rows = block_pointers(given.k, given.b, given.head, first, given.k.stride_n, N, ALIGN)
+    v_rows = block_pointers(given.v, given.b, given.head, first, given.v.stride_n, N, ALIGN)
     k_j = load_rows(k_rows, key_exists, D)
     v_j = load_rows(v_rows, key_exists, DV)
     keys, exists = position[:, None], key_exists[:, None]
@@ -321,13 +367,15 @@ def slopes_of_rows(found, info, rows, keys, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def store_slopes(dslopes, given, first, rows, dslope):
-    tl.store(head_pointer(dslopes, given.b, given.head, 1) + first + rows.position, dslope, mask=rows.exists)
+    at = given.offset_q + first + rows.position
+    tl.store(head_pointer(dslopes, given.b, given.head, 1) + at, dslope, mask=rows.exists)
 
 
 @triton.jit
 def store_row_gradient(dq, given, start, rows, dq_i, scale, CONFIG: tl.constexpr):
     D: tl.constexpr = CONFIG.HEAD_DIM
-    pointers = block_pointers(dq, given.b, given.head, start, dq.stride_m, CONFIG.BLOCK_M, CONFIG.ALIGN)
+    first = given.offset_q + start
+    pointers = block_pointers(dq, given.b, given.head, first, dq.stride_m, CONFIG.BLOCK_M, CONFIG.ALIGN)
     store_rows(pointers, scaled(dq_i, scale, D), rows.exists, D)
 
 
@@ -336,10 +384,10 @@ def store_key_gradients(dk, dv, given, start, dk_j, dv_j, params, scale, CONFIG:
     D: tl.constexpr = CONFIG.HEAD_DIM
     DV: tl.constexpr = CONFIG.HEAD_DIM_V
     N: tl.constexpr = CONFIG.BLOCK_N
-    exists = start + tl.arange(0, N) < params.lengths.total_k
+    exists, first = start + tl.arange(0, N) < given.seqlen_k, given.offset_k + start
     dv_scale = 1.0 if params.dropout.threshold is None else params.dropout.keep_scale
-    dk_rows = block_pointers(dk, given.b, given.head, start, dk.stride_n, N, CONFIG.ALIGN)
-    dv_rows = block_pointers(dv, given.b, given.head, start, dv.stride_n, N, CONFIG.ALIGN)
+    dk_rows = block_pointers(dk, given.b, given.head, first, dk.stride_n, N, CONFIG.ALIGN)
+    dv_rows = block_pointers(dv, given.b, given.head, first, dv.stride_n, N, CONFIG.ALIGN)
     store_rows(dk_rows, scaled(dk_j, scale, D), exists, D)
     store_rows(dv_rows, scaled(dv_j, dv_scale, DV), exists, DV)
 

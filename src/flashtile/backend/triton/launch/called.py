@@ -30,14 +30,15 @@ def multiplies(tile: TileConfig, needs: Needs) -> bool:
 
 def is_fused(config: FusedConfig, call: Call, needs: Needs, rows: Sequence[Tensor]) -> bool:
     """Whether one kernel makes all gradients: dq, dk and dv, none that needs statistics of rows, and a bias' gradient
-    where a head is one tile. Within a block, its offsets into `rows` have 32 bits, and with dropout its blocks of
+    where a dense head is one tile. Within a block, its offsets into `rows` have 32 bits, and with dropout its blocks of
     keys begin where eight keys share random bits.
     """
     settings = call.settings
     aligned = settings.dropout_p == 0 or settings.j0 % 8 == 0
-    other = requested_from_rows(needs, call.tensors) or any(needs.score_mod_tensors)
-    near = all(x.stride(2) < MOST_STRIDE for x in rows)
-    bias = config.walk is None or not needs.bias
+    used = call.tensors.seqused_q is not None or call.tensors.seqused_k is not None
+    other = used or requested_from_rows(needs, call.tensors) or any(needs.score_mod_tensors)
+    near = all(x.stride(-2 if call.layout == "dense" else 0) < MOST_STRIDE for x in rows)
+    bias = not needs.bias or (config.walk is None and call.layout == "dense")
     return needs.q and needs.k and needs.v and near and aligned and bias and not other
 
 

@@ -54,7 +54,7 @@ def launch_fused(launches: BackwardLaunches, config: FusedConfig, needs: Needs, 
         k=dk,
         v=dv,
         bias=None if dbias is None else recorder.op(sum_of_splits, dbias),
-        alibi_slopes=None if dslopes is None else recorder.op(slope_gradient, t.alibi_slopes, None, dslopes),
+        alibi_slopes=None if dslopes is None else recorder.op(slope_gradient, t.alibi_slopes, t.cu_seqlens_q, dslopes),
         score_mod_tensors=(None,) * len(needs.score_mod_tensors),
     )
 
@@ -78,8 +78,9 @@ def slopes_of_splits(config: FusedConfig, lse: Tensor) -> Tensor:
 
 
 def shared_heads(call: Call, bias: Tensor | None, config: FusedConfig) -> dict[str, int]:
-    """The scalars of `fused.SharedHeads`, and the number of programs."""
-    counts = call.tensors.q.shape[:2]
+    """The scalars of `fused.SharedHeads`, and the number of programs; packed tokens of no sequence are one more."""
+    t = call.tensors
+    counts = t.q.shape[:2] if t.cu_seqlens_q is None else (t.cu_seqlens_q.shape[0], t.q.shape[1])
     own = counts if bias is None else [min(n, count) for n, count in zip(bias.shape, counts, strict=False)]
     shared = [count // max(mine, 1) for mine, count in zip(own, counts, strict=True)]
     splits = max(config.splits, min(math.prod(shared), PROGRAMS // max(math.prod(own), 1)))

@@ -155,8 +155,8 @@ def backward(problem: Problem, device: Device) -> Iterator[TileConfig]:
         for loop in mma_tiles(tables.MMA_ONE_LOOP, "one loop", p, device):
             yield plain._replace(one_loop=loop)
     half = p.dtype is not torch.float32 and not misaligned(p, device)
-    if half and p.layout == "dense" and p.num_heads_q == p.num_heads_kv:
-        for fused in (*one_tile(p, device), *walks(p, device)):
+    if half and p.layout in ("dense", "varlen") and p.num_heads_q == p.num_heads_kv and not p.seqused_q:
+        for fused in (*one_tile(p, device), *(walks(p, device) if p.layout == "dense" else ())):
             yield plain._replace(fused=fused)
 
 
@@ -196,7 +196,7 @@ def fitting(table: Table, problem: Problem) -> tuple[KernelConfig, ...]:
 
 
 def one_tile(problem: Problem, device: Device) -> list[FusedConfig]:
-    """One tile for all rows and keys of a sequence, unless these are more pairs than registers hold."""
+    """One tile for all rows and keys of a sequence, dense or packed, if registers hold its pairs."""
     p = problem
     block_m, block_n = (max(16, power_of_two(n)) for n in (p.seqlen_q, p.seqlen_k))
     width = max(p.head_dim, p.head_dim_v)
