@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from checking import dense_case, features
+from checking import dense_case, features, offsets
 from forced import first, forced
 from mistakes import with_mistake
 from packing import packed_case
@@ -90,10 +90,11 @@ BUGS = (
     Bug(
         "fused: dq of a head's first block",
         "fused.store_row_gradient",
-        "start, dq.stride_m",
-        "0, dq.stride_m",
+        "first, dq.stride_m",
+        "given.offset_q, dq.stride_m",
         "few keys",
     ),
+    Bug("fused: rows of the first sequence", "fused.load_row_block", "given.offset_q + start", "start", "packed tiles"),
     Bug("fused: dk of the last block", "fused.add_to_keys", "dk_j = add_product(dk_j,", NEW_SUM, "few keys"),
     Bug("fused: scale missing in dk", "fused.store_key_gradients", "scaled(dk_j, scale, D)", "dk_j", "few keys"),
     Bug("fused: slopes of the last split", "fused.store_slopes", "+ first + rows", "+ rows", "few rows"),
@@ -127,6 +128,15 @@ def few(rows: int, keys: int, **arguments: Any) -> Case:
     return dense_case(**heads, seqlen_q=rows, seqlen_k=keys, dtype=torch.float16, **arguments)
 
 
+def packed_tiles() -> Case:
+    """Sequences that one kernel differentiates, a tile for each."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(14, 1, 16, generator=generator).half() for _ in range(4))
+    cu_seqlens = offsets(9, 3)
+    given = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+    return Case("attention_varlen", given | {"max_seqlen_q": 9, "max_seqlen_k": 9}, dout)
+
+
 def long_sum() -> Case:
     """Sums of 129 blocks, each rounded down by half a unit in the last place."""
     case = dense_case(batch=1, num_heads_q=1, seqlen_q=1, seqlen_k=16 * 129, forward_only=True)
@@ -150,6 +160,7 @@ CALLS = {
     "score_mod": lambda: dense_case(batch=1, causal=True, score_mod=features()["score_mod"]["score_mod"]),
     "few rows": lambda: few(5, 70, alibi_slopes=torch.tensor([0.5])),
     "few keys": lambda: few(70, 5),
+    "packed tiles": packed_tiles,
     "splits": lambda: with_cache(num_splits=3),
     "pages": lambda: with_cache(pages=True),
     "long": long_sum,
@@ -167,6 +178,8 @@ def wrong(name: str) -> list[str]:
     case, expected = call(name)
     fast_path.forget()
     choice = shared_walk if name in ("few rows", "few keys") else first()
+    if name == "packed tiles":
+        choice = first(where=lambda tile: tile.fused is not None)
     with forced(support, backward=choice), poisoned_allocation():
         results = case.run("triton")
     fast_path.forget()
