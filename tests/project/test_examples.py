@@ -34,6 +34,10 @@ def load(name: str) -> ModuleType:
         ("varlen", ["5 tokens: as in a call of their own, gradient [5, 8, 64]", "120 tokens", "37 tokens"]),
         ("pages", ["[52, 52] keys in pages [[0, 1, 2, 4], [0, 1, 3, 5]], out [2, 8, 1, 64]"]),
         ("score_mod", ["rates [", "the target's are [0.0, 0.1, 0.2, 0.4]"]),
+        ("switch", ["3 calls of flashtile", "0 calls of flashtile", "3 of 3 attention layers run flashtile"]),
+        ("learned_bias", ["the bias is largest at distance 3"]),
+        ("sinks_and_windows", ["4096 tokens, window (127, 0): ", "it learns like any weight"]),
+        ("block_masks", ["documents, each causal: 17% of the pairs", "  ····▒████▒······"]),
     ],
 )
 def test_short_programs(name: str, prints: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,6 +50,8 @@ def test_short_programs(name: str, prints: list[str], capsys: pytest.CaptureFixt
         table, n = seen["page_table"].long(), int(seen["lengths"][0])
         k, v = (seen[x][table].flatten(1, 2)[:, :n].transpose(1, 2) for x in ("k_pages", "v_pages"))
         torch.testing.assert_close(seen["out"], dense_formula(seen["q"], k, v)[0])
+    if name == "switch":
+        assert abs(seen["losses"]["tile_attention"] - seen["losses"]["sdpa"]) < 1e-5
     if name == "score_mod":
         torch.testing.assert_close(seen["rate"], seen["goal"], atol=0.03, rtol=0)
 
