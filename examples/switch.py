@@ -1,5 +1,7 @@
 """Switch a model of transformers by one line, see that every layer runs flashtile, and go back."""
 
+from typing import Any
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -7,7 +9,7 @@ import flashtile
 from flashtile.integrations.transformers import check, register
 
 torch.manual_seed(0)
-sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "vocab_size": 300}
+sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "vocab_size": 300}
 model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
 tokens = torch.randint(300, (2, 256))
 
