@@ -114,10 +114,10 @@ def panel(x: float, title: str, words: str, found: list[Visit], visible: Tensor)
 
 def along(x: float, found: list[Visit], most: int) -> list[str]:
     """Bytes so far, tile by tile: read below, written on top of them."""
-    width, bottom, height = CELL * (N // TILE), 425, 100
+    width, bottom, height = CELL * (N // TILE), 425.0, 100
     across = width / (N // TILE) ** 2
     ends = found[1:]
-    lower, upper = [(x, bottom)], [(x, bottom)]
+    lower, upper = [(x, bottom)], [(x, bottom)]  # corners
     for i, visit in enumerate(ends, 1):
         lower.append((x + across * i, bottom - height * visit.read / most))
         upper.append((x + across * i, bottom - height * (visit.read + visit.written) / most))

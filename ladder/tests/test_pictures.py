@@ -15,7 +15,6 @@ from ladder_cases import needs_compiler
 
 from flashtile_ladder import step05_flash1, step06_flash2
 from flashtile_ladder._host import emulation
-from flashtile_ladder._host.cuda_compile import source
 from flashtile_ladder.measure.counted import count
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -45,9 +44,8 @@ extern "C" __global__ void multiply(const half_bits* a, const half_bits* b, floa
 
 
 @needs_compiler
-def test_lanes_hold_what_the_picture_says(tmp_path: Path) -> None:
+def test_lanes_hold_what_the_picture_says() -> None:
     """A and B are handed out to the lanes by the picture's formulas, and C is collected by them: it is A B."""
-    (tmp_path / "multiply.cu").write_text(KERNEL)
     a, b = torch.randn(16, 16).half(), torch.randn(16, 8).half()
     parts_a, parts_b, parts_c = torch.zeros(32, 4, 2).half(), torch.zeros(32, 2, 2).half(), torch.zeros(32, 4)
     for row in range(16):
@@ -57,8 +55,7 @@ def test_lanes_hold_what_the_picture_says(tmp_path: Path) -> None:
         for column in range(8):
             lane, register = pictures.owner_of_b(row, column)
             parts_b[lane, register, row % 2] = b[row, column]
-    kernel = source(str(tmp_path / "multiply.cu"), HALF="f16")
-    emulation.launch("forward", kernel, "multiply", (1, 1), (32, 1), parts_a, parts_b, parts_c)
+    emulation.run(KERNEL, "multiply", (1, 1), (32, 1), parts_a, parts_b, parts_c, HALF="f16")
     found = torch.tensor([[float(parts_c[pictures.owner_of_c(i, j)]) for j in range(8)] for i in range(16)])
     torch.testing.assert_close(found, a.float() @ b.float())
 

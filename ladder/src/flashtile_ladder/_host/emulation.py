@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import cuda_launch
 from .cpp import CompilerError, needed_compiler
-from .cuda_compile import FOLDER, Source
+from .cuda_compile import FOLDER, Source, source
 
 HEADER = Path(__file__).parent / "emulation.h"
 KERNEL = re.compile(r"__global__ void (?:__launch_bounds__\(.*?\) )?(\w+)\(")
@@ -104,6 +104,22 @@ def launch(
     problem = run(pointers, (ctypes.c_int * 4)(*grid, *block), ORDERS[order])
     if problem is not None:
         raise EmulationError(problem.decode())
+
+
+def run(
+    text: str,
+    name: str,
+    grid: tuple[int, int],
+    block: tuple[int, int],
+    *given: Any,
+    order: str = "forward",
+    **macros: Any,
+) -> None:
+    """`launch` for a kernel of this text: tensors on the CPU, ints and floats are its arguments."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cu"
+        file.write_text(text, encoding="utf-8")
+        launch(order, source(str(file), **macros), name, grid, block, *given)
 
 
 @contextmanager
