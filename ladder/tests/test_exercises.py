@@ -13,13 +13,13 @@ from click.testing import CliRunner
 
 from flashtile_ladder import __main__
 from flashtile_ladder._host import alone, cpp, cuda_launch, triton_or_not
-from flashtile_ladder.exercises import EMPTY, EXERCISES, Exercise, Mistake
+from flashtile_ladder.exercises import EMPTY, EXERCISES, Exercise, Mistake, barriers
 from flashtile_ladder.exercises.command import main
 from flashtile_ladder.exercises.judge import judge, probes
 
 # Ten in every run, one for each kind of probe and of program; all of them with `-m course`.
 QUICK_MISTAKES = {"1a": 0, "1b": 3, "2b": 3, "3a": 0, "4a": 2, "5a": 3, "5b": 4, "6a": 0, "7b": 4, "9a": 0}
-SLOW = ("3b", "8b", "9a", "9b", "9c")
+SLOW = ("3b", "8a", "8b", "9a", "9b", "9c")  # test_in_the_interpreter has one of step 8 in every run
 MISTAKES = [
     pytest.param(name, mistake, marks=() if QUICK_MISTAKES.get(name) == place else pytest.mark.course)
     for name, exercise in EXERCISES.items()
@@ -92,6 +92,7 @@ def test_sixty_mistakes_are_known() -> None:
     for exercise in EXERCISES.values():
         sources = {exercise.with_mistake(mistake) for mistake in exercise.mistakes} | {exercise.source()}
         assert len(sources) == len(exercise.mistakes) + 1
+        assert exercise.heart().count("{") == exercise.heart().count("}"), "no half of a block is left over"
 
 
 def test_a_compiler_is_quoted(tmp_path: Path) -> None:
@@ -163,6 +164,20 @@ def test_results_of_a_wrong_kind_are_told(wrong: object) -> None:
         verdict = judge(EXERCISES[name], lambda *_, **__: wrong)
         assert not verdict.right
         assert verdict.text.startswith("Wrong on 'one key'"), verdict.text
+
+
+def test_a_barrier_that_is_not_predicted_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = torch.tensor(1.0)
+    monkeypatch.setattr(
+        "flashtile_ladder.exercises.judge.barriers_that_may_go", lambda n: dict.fromkeys(barriers.BARRIERS, right)
+    )
+    verdict = judge(EXERCISES["9c"], lambda: {"rows, the tile is there": {16, 32, 33, 65}})
+    assert verdict.text.startswith("Wrong on 'a barrier less', N = 16, d = 16: there is no 'rows, the tile is read'")
+    predicted = {name: {16, 32} for name in barriers.BARRIERS}
+    assert (
+        "At N = 33, without the barrier of 'rows, the tile is there', the result is right"
+        in judge(EXERCISES["9c"], lambda: predicted).text
+    )
 
 
 def test_exercises_are_listed_by_the_package_itself(capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,7 +141,9 @@ class Exercise:
         """Import lines of the names that the function uses: the step's own imports, and the step's other functions."""
         step = self.step()
         tree = ast.parse(self.path.read_text(encoding="utf-8"))
-        used = {node.id for node in ast.walk(ast.parse(self.source())) if isinstance(node, ast.Name)}
+        nodes = list(ast.walk(ast.parse(self.source())))
+        used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+        used -= {node.arg for node in nodes if isinstance(node, ast.arg)}
         lines, known = [], {self.function}
         for node in (x for x in tree.body if isinstance(x, ast.Import | ast.ImportFrom)):
             names = [alias for alias in node.names if (alias.asname or alias.name) in used]

@@ -239,6 +239,8 @@ def first_failure(exercise: Exercise, found: list[Results]) -> str:
         if solution is not None:
             wanted["bytes"] = call(exercise, solution, probe)["bytes"]
         for name, right in wanted.items():
+            if name not in got:
+                return f"{about}: there is no {name!r} among the results"
             x = got[name]
             if x.shape != right.shape:
                 return f"{about}: {name} is {list(x.shape)}, not {list(right.shape)}"
