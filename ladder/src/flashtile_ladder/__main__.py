@@ -3,6 +3,7 @@
 """
 
 import os
+import signal
 import sys
 
 from . import STEPS
@@ -39,6 +40,8 @@ def main(names: list[str]) -> None:
     if names[0] in ("exercise", "check"):
         from .exercises.command import main as exercises
 
+        if names[0] == "check":
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it also within a compiled kernel
         exercises(names, prog_name="python -m flashtile_ladder")
     chosen = [step for name in names for step in STEPS if name in (str(step.number), step.module, step.file)]
     known = {name for step in STEPS for name in (str(step.number), step.module, step.file)}

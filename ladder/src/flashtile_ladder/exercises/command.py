@@ -1,7 +1,6 @@
 """`python -m flashtile_ladder exercise` and `check`."""
 
 import os
-import signal
 from pathlib import Path
 
 import click
@@ -52,8 +51,7 @@ def write(name: str | None, hint: int | None, solution: bool) -> None:
 @main.command("check")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def check(file: Path) -> None:
-    """Judge a FILE that `exercise` wrote. The file is run, for as long as it takes: end it with Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # also within a kernel
+    """Judge a FILE that `exercise` wrote. The file is run, for as long as it takes."""
     text, header = file.read_text(encoding="utf-8"), COMMENTS.get(file.suffix, "#") + HEADER
     first = text.partition("\n")[0]
     if not first.startswith(header):
