@@ -58,7 +58,7 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File  # pyright: ignore[reportMissingImports] - of the extra `docs`
 
     for path in sorted((ROOT / "ladder" / "docs").iterdir()):
-        if path.suffix in (".md", ".svg"):
+        if path.suffix in (".html", ".md", ".svg"):
             files.append(File.generated(config, f"course/{path.name}", abs_src_path=str(path)))
     files.append(File.generated(config, "reference.md", content=REFERENCE))
     return files

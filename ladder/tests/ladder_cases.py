@@ -1,11 +1,15 @@
-"""Calls of one attention with random inputs, as cases of flashtile's fp64 oracle."""
+"""Calls of one attention with random inputs, as cases of flashtile's fp64 oracle; and what a test may need."""
 
 from typing import Any
 
+import pytest
 import torch
 
 from flashtile.testing.case import Case
 from flashtile.testing.inputs import query_key_value
+from flashtile_ladder._host import cpp
+
+needs_compiler = pytest.mark.skipif(cpp.compiler() is None, reason="there is no C++ compiler")
 
 
 def dense_case(

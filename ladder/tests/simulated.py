@@ -3,7 +3,9 @@ switched on before Numba or Triton is imported.
 
     TRITON_INTERPRET=1 python simulated.py CASES RESULTS
 
-CASES is a file of `torch.save` with a list of (module, arguments of `attention`); RESULTS gets the list of results.
+CASES is a file of `torch.save` with a list of (module, arguments of `attention`); RESULTS gets the list of results. The
+module "exercise" stands for the judge: its argument is the number of an exercise, and its results are the words for the
+solution and for the first known mistake.
 """
 
 import importlib
@@ -15,13 +17,24 @@ from typing import Any
 
 import torch
 
+from flashtile_ladder.exercises import EXERCISES, Exercise
+from flashtile_ladder.exercises.judge import judge
+
 
 def main(cases: str, results: str) -> None:
     attended = []
     for module, arguments in torch.load(cases):
+        if module == "exercise":
+            attended.append(judged(EXERCISES[arguments["name"]]))
+            continue
         step = importlib.import_module(f"flashtile_ladder.{module}")
         attended.append(step.attention(**arguments))
     torch.save(attended, results)
+
+
+def judged(exercise: Exercise) -> list[str]:
+    sources = exercise.source(), exercise.with_mistake(exercise.mistakes[0])
+    return [judge(exercise, exercise.compiled(source)).text for source in sources]
 
 
 def run_simulated(calls: list[tuple[str, dict[str, Any]]], folder: Path, **variables: str) -> list[Any]:

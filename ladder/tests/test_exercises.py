@@ -1,5 +1,10 @@
 """Exercises: solutions pass, known mistakes are named, and the command goes all the way round."""
 
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,38 +12,126 @@ import torch
 from click.testing import CliRunner
 
 from flashtile_ladder import __main__
-from flashtile_ladder.exercises import EMPTY, EXERCISES, Mistake
+from flashtile_ladder._host import alone, cpp, cuda_launch, triton_or_not
+from flashtile_ladder.exercises import EMPTY, EXERCISES, Exercise, Mistake, barriers
 from flashtile_ladder.exercises.command import main
-from flashtile_ladder.exercises.judge import judge
+from flashtile_ladder.exercises.judge import judge, probes
 
-MISTAKES = [(name, mistake) for name, exercise in EXERCISES.items() for mistake in exercise.mistakes]
+# Ten in every run, one for each kind of probe and of program; all of them with `-m course`.
+QUICK_MISTAKES = {"1a": 0, "1b": 3, "2b": 3, "3a": 0, "4a": 2, "5a": 3, "5b": 4, "6a": 0, "7b": 4, "9a": 0}
+SLOW = ("3b", "8a", "8b", "9a", "9b", "9c")  # test_in_the_interpreter has one of step 8 in every run
+MISTAKES = [
+    pytest.param(name, mistake, marks=() if QUICK_MISTAKES.get(name) == place else pytest.mark.course)
+    for name, exercise in EXERCISES.items()
+    for place, mistake in enumerate(exercise.mistakes)
+]
 
 
-@pytest.mark.parametrize("name", EXERCISES)
+def checked(file: Path) -> tuple[int, str]:
+    """Exit code and words of `check`; in a process of its own for Triton, whose interpreter is switched on before."""
+    if "8" not in file.name:
+        done = CliRunner().invoke(main, ["check", str(file)])
+        return done.exit_code, done.output
+    folder = str(Path(__main__.__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "flashtile_ladder", "check", str(file)]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    return run.returncode, run.stdout + run.stderr
+
+
+def need(exercise: Exercise) -> None:
+    """Skip where a compiler or Triton is not there."""
+    if exercise.form == "triton" and not triton_or_not.INSTALLED:
+        pytest.skip("Triton is not installed")
+    if (exercise.language != ".py" or exercise.form == "barriers") and cpp.compiler() is None:
+        pytest.skip("there is no C++ compiler")
+
+
+def written(exercise: Exercise, heart: str) -> str:
+    """The file that the command writes, with these lines in its hole."""
+    text, empty = exercise.empty(), EMPTY[exercise.language]
+    indent = next(line for line in text.splitlines() if empty in line).partition(empty)[0]
+    return text.replace(indent + empty, heart)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.course if name in SLOW else ()) for name in EXERCISES]
+)
 def test_solution_passes_in_the_file_that_was_written(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    exercise, run, file = EXERCISES[name], CliRunner().invoke, Path(f"exercise_{name}.py")
+    exercise, run = EXERCISES[name], CliRunner().invoke
+    need(exercise)
+    file = tmp_path / exercise.file
     assert run(main, ["exercise", name]).exit_code == 0
+    assert file.read_text() == exercise.empty()
     empty = run(main, ["check", str(file)])
     assert empty.exit_code == 1
     assert "Nothing is written yet" in empty.output
-    text = file.read_text()
-    indent = next(line for line in text.splitlines() if EMPTY in line).partition("raise")[0]
     assert exercise.solution() == run(main, ["exercise", name, "--solution"]).output.removesuffix("\n")
-    file.write_text(text.replace(indent + EMPTY, exercise.heart()))
-    done = run(main, ["check", str(file)])
-    assert (done.exit_code, done.output[:5]) == (0, "Right"), (done.output, done.exception)
+    file.write_text(written(exercise, exercise.heart()))
+    assert checked(file) == (0, f"Right on all {len(probes(exercise))} probes.\n")
 
 
 @pytest.mark.parametrize(("name", "mistake"), MISTAKES)
-def test_mistakes_are_named(name: str, mistake: Mistake) -> None:
+def test_mistakes_are_named(name: str, mistake: Mistake, tmp_path: Path) -> None:
     """Each by its own name: no two of an exercise have the same results."""
     exercise = EXERCISES[name]
-    verdict = judge(exercise, exercise.compiled(exercise.with_mistake(mistake)))
+    need(exercise)
+    file = tmp_path / exercise.file
+    file.write_text(written(exercise, exercise.heart().replace(mistake.old, mistake.new)))
+    code, words = checked(file)
+    assert code == 1
+    assert f"This looks like a well-known mistake: {mistake.name}." in words, words
+
+
+def test_sixty_mistakes_are_known() -> None:
+    """And each is one place of the heart, which `with_mistake` looks at."""
+    assert sum(len(exercise.mistakes) for exercise in EXERCISES.values()) >= 60
+    for exercise in EXERCISES.values():
+        sources = {exercise.with_mistake(mistake) for mistake in exercise.mistakes} | {exercise.source()}
+        assert len(sources) == len(exercise.mistakes) + 1
+        assert exercise.heart().count("{") == exercise.heart().count("}"), "no half of a block is left over"
+
+
+def test_a_compiler_is_quoted(tmp_path: Path) -> None:
+    exercise = EXERCISES["9a"]
+    need(exercise)
+    (tmp_path / exercise.file).write_text(written(exercise, "m_row = no_such_thing;"))
+    code, words = checked(tmp_path / exercise.file)
+    assert code == 1
+    assert "failed:" in words
+    assert "no_such_thing" in words
+
+
+def test_a_kernel_that_waits_for_ever_ends() -> None:
+    """Without a time limit: the emulation sees that no thread can go on."""
+    exercise = replace(EXERCISES["9a"], mistake=())
+    need(exercise)
+    stuck = exercise.source().replace(exercise.heart(), f"{exercise.heart()} if (threadIdx.x == 0) __syncthreads();")
+    verdict = judge(exercise, exercise.compiled(stuck))
     assert not verdict.right
-    assert verdict.mistake == mistake.name, verdict.text
+    assert "threads wait at a barrier that others do not reach" in verdict.text
+
+
+def test_without_a_gpu_steps_run_in_the_emulation(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need(EXERCISES["9a"])
+    for variable in ("NUMBA_ENABLE_CUDASIM", "TRITON_INTERPRET"):  # which the command sets: put back after
+        monkeypatch.setenv(variable, "0")
+    monkeypatch.setattr(alone, "SECONDS", 0.0)
+    before = torch.get_num_threads()
+    with pytest.raises(SystemExit) as end:
+        __main__.main(["--emulate", "step09_cuda_rows"])
+    torch.set_num_threads(before)
+    assert end.value.code == 0
+    assert os.environ["TRITON_INTERPRET"] == os.environ["NUMBA_ENABLE_CUDASIM"] == "1"
+    printed = capsys.readouterr().out
+    assert re.search(r"largest error, from fp64 +\d\.\de-0[78]", printed)
+    assert "ms of an emulation" in printed
+    assert cuda_launch.emulated is None
 
 
 def uncorrected_sum(x: torch.Tensor) -> torch.Tensor:
@@ -73,6 +166,20 @@ def test_results_of_a_wrong_kind_are_told(wrong: object) -> None:
         assert verdict.text.startswith("Wrong on 'one key'"), verdict.text
 
 
+def test_a_barrier_that_is_not_predicted_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = torch.tensor(1.0)
+    monkeypatch.setattr(
+        "flashtile_ladder.exercises.judge.barriers_that_may_go", lambda n: dict.fromkeys(barriers.BARRIERS, right)
+    )
+    verdict = judge(EXERCISES["9c"], lambda: {"rows, the tile is there": {16, 32, 33, 65}})
+    assert verdict.text.startswith("Wrong on 'a barrier less', N = 16, d = 16: there is no 'rows, the tile is read'")
+    predicted = {name: {16, 32} for name in barriers.BARRIERS}
+    assert (
+        "At N = 33, without the barrier of 'rows, the tile is there', the result is right"
+        in judge(EXERCISES["9c"], lambda: predicted).text
+    )
+
+
 def test_exercises_are_listed_by_the_package_itself(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         __main__.main(["exercise"])
@@ -95,4 +202,4 @@ def test_hints_come_in_stages_and_a_file_is_not_overwritten(tmp_path: Path, monk
     assert "has 2 hints" in run(main, ["exercise", "6", "--hint", "3"]).output
     assert run(main, ["exercise", "6"]).exit_code == 0
     assert "is there already" in run(main, ["exercise", "6"]).output
-    assert "no exercise is called" in run(main, ["exercise", "8"]).output
+    assert "no exercise is called" in run(main, ["exercise", "10"]).output

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ladder_cases import dense_case
+from ladder_cases import dense_case, needs_compiler
 from simulated import run_simulated
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,8 +29,6 @@ from flashtile_ladder import (
 )
 from flashtile_ladder._host import cpp as step03_cpp
 from flashtile_ladder.related import running_lse, softmax_passes, stream_k, tiled_matmul, unified_max
-
-needs_compiler = pytest.mark.skipif(step03_cpp.compiler() is None, reason="there is no C++ compiler")
 
 
 def step(module: str) -> Any:

@@ -255,7 +255,8 @@ def test_intensity_of_models() -> None:
     n, d = 128, 768
     products = 12 * (24 * n * d**2 + 4 * n**2 * d)
     others = 12 * (5 * 12 * n**2 + 8 * 4 * n * d + 8 * 2 * n * d)
-    assert intensity.run(base, n).flops == products + others
+    work = intensity.run(base, n)
+    assert (work.flops, work.softmax) == (products, others)
     assert intensity.run(gpt2, 64).intensity < 1.1
     # one token: every weight once
     work = intensity.layer(gpt2, 1, 1)["projections"]
@@ -268,11 +269,11 @@ def test_intensity_of_models() -> None:
 
 def test_balance_batch() -> None:
     """With this many sequences a weight's read takes as long as its products."""
-    machine = intensity.Machine("any", 300e12, 2e12)
-    assert machine.balance_batch() == 150
-    batch, weights = int(machine.balance_batch()), 10**6
+    machine = intensity.Machine(300e12, 2e12)
+    assert intensity.balance_batch(machine) == 150
+    batch, weights = int(intensity.balance_batch(machine)), 10**6
     assert 2 * batch * weights / machine.flops_per_second == 2 * weights / machine.bytes_per_second
-    assert machine.balance_batch(itemsize=1) == 75
+    assert intensity.balance_batch(machine, itemsize=1) == 75
 
 
 def test_kernels_of_a_launcher() -> None:

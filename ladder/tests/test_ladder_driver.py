@@ -13,7 +13,7 @@ from flashtile_ladder._host import cpp as step03_cpp
 from flashtile_ladder._host import cuda_compile, cuda_launch
 from flashtile_ladder._host.cuda_steps import tensor_cores, warps
 
-SOURCE = Path(__file__).parent / "cuda_emulation" / "driver.c"
+SOURCE = Path(__file__).parent / "driver.c"
 pytestmark = pytest.mark.skipif(step03_cpp.compiler() is None, reason="there is no C++ compiler")
 
 

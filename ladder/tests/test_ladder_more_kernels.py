@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_cuda import ORDERS, EmulationError, emulation, needs_compiler
+from ladder_cases import needs_compiler
 from torch import Tensor
 
 from flashtile_ladder._host import cuda_compile, triton_or_not
 from flashtile_ladder._host.cuda_steps import running_lse as running_lse_cuda
 from flashtile_ladder._host.cuda_steps import split_keys, tensor_cores, tile_bytes
+from flashtile_ladder._host.emulation import ORDERS, EmulationError, emulation
 from flashtile_ladder.related import block_query, shared_memory, triton_any_size
 
 needs_triton = pytest.mark.skipif(not triton_or_not.INSTALLED, reason="Triton is not installed")

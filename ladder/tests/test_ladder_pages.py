@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from emulated_cuda import emulation, needs_compiler
+from ladder_cases import needs_compiler
 
 from flashtile_ladder import iomodel, step04_standard
 from flashtile_ladder._host import cuda_compile, cuda_launch
 from flashtile_ladder._host.cuda_steps import warps
+from flashtile_ladder._host.emulation import emulation
 from flashtile_ladder.cli import dtypes, gpu, long, show
 from flashtile_ladder.cli import rounding as ladder_rounding
 from flashtile_ladder.cli.measure import Measurement, Table

@@ -141,11 +141,14 @@ def attention_of(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple
 
 @needs_triton
 def test_in_the_interpreter(tmp_path: Path) -> None:
-    """Lite of any size too: right with all keys in one tile, of any number, and wrong with two."""
+    """Lite of any size too: right with all keys in one tile, of any number, and wrong with two. And an exercise."""
     calls, others = [(module, arguments(case)) for module, case in PROBLEMS], further()
     q, k, v = torch.randn(3, 65, 24)
     lite = [("related.triton_any_size", {"q": q, "k": k[:n], "v": v[:n], "softmax": "lite"}) for n in (24, 65)]
-    results = run_simulated([*calls, *TILES, *others, *lite], tmp_path, TRITON_INTERPRET="1")
+    exercise = ("exercise", {"name": "8a"})
+    *results, judged = run_simulated([*calls, *TILES, *others, *lite, exercise], tmp_path, TRITON_INTERPRET="1")
+    assert judged[0].startswith("Right on all")
+    assert "the accumulator is not corrected when the maximum moves" in judged[1]
     assert_right_but_lite(results[: len(calls)])
     assert_right_in_each_head(results[len(calls) : len(calls) + len(TILES)])
     assert_further_are_right(others, results[len(calls) + len(TILES) : -2])

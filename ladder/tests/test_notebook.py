@@ -1,13 +1,23 @@
-"""The notebook of the ladder runs from top to bottom, and its claims are checked: with a step broken, it fails."""
+"""Notebooks run from top to bottom. `ladder.ipynb` checks its claims: with a step broken, it fails. The chapters print
+what is stored in them.
+"""
 
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from flashtile_ladder import iomodel, step05_flash1, step06_flash2
+from flashtile_ladder import __main__, iomodel, step05_flash1, step06_flash2
+from flashtile_ladder._host import cpp, triton_or_not
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+import run_notebooks
 
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "ladder.ipynb"
 
@@ -69,3 +79,44 @@ def test_nothing_measured_elsewhere_is_kept_in_it() -> None:
             assert cell["outputs"] == []
             assert cell["execution_count"] is None
     assert torch.get_default_dtype() is torch.float32
+
+
+# The chapters --------------------------------------------------------------------------------------------------------
+
+
+def test_a_chapter_prints_what_is_stored(tmp_path: Path) -> None:
+    """And a stored output that is another is seen."""
+    chapter = run_notebooks.FOLDER / "4_flash2.ipynb"
+    text = chapter.read_text(encoding="utf-8")
+    assert run_notebooks.differing(chapter) == []
+    (tmp_path / chapter.name).write_text(text.replace("56% of them are visited", "57% of them are visited"))
+    assert run_notebooks.differing(tmp_path / chapter.name) == [4]
+
+
+@pytest.mark.course
+@pytest.mark.skipif(cpp.compiler() is None, reason="there is no C++ compiler")
+@pytest.mark.skipif(not triton_or_not.INSTALLED, reason="Triton is not installed")
+def test_all_chapters_print_what_is_stored() -> None:
+    """In a process of their own: the last one switches Triton's interpreter on."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__main__.__file__).parents[1])}
+    command = [sys.executable, run_notebooks.__file__, "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout) == (0, "6 notebooks: as stored\n"), done.stderr
+
+
+@pytest.mark.parametrize("chapter", run_notebooks.CHAPTERS, ids=lambda path: path.stem)
+def test_chapters_predict_run_and_explain(chapter: Path) -> None:
+    """A question, a cell whose output has room for the answer, and the reason; links lead to files."""
+    found = json.loads(chapter.read_text(encoding="utf-8"))["cells"]
+    texts = ["".join(cell["source"]) for cell in found]
+    questions = [i for i, text in enumerate(texts) if "**Predict.**" in text]
+    assert len(questions) >= 3
+    for i in questions:
+        printed = "".join(line for output in found[i + 1]["outputs"] for line in output["text"])
+        assert texts[i + 1].startswith("predicted = None\n")
+        assert "predicted None\n" in printed
+        assert texts[i + 2].startswith("**Explain.**")
+    words = "".join(text for cell, text in zip(found, texts, strict=True) if cell["cell_type"] == "markdown")
+    for link in re.findall(r"\]\(([^)#]+)", words):
+        assert (chapter.parent / link).is_file(), link
+    assert texts[-1].rpartition("**Next.**")[2]

@@ -1,11 +1,14 @@
 """`python -m flashtile_ladder`: the steps and what to run next; with the number or the file of a step, that step; with
-`exercise` or `check`, the exercises.
+`exercise` or `check`, the exercises. `--emulate` runs kernels of GPUs on the processor.
 """
 
+import os
+import signal
 import sys
 
 from . import STEPS
 from ._host.alone import FOLDER, run
+from ._host.emulation import emulation
 
 
 def listing() -> str:
@@ -18,18 +21,27 @@ def listing() -> str:
         "",
         "Run the first: python -m flashtile_ladder 1",
         "A file alone:  python -m flashtile_ladder step02_floats",
+        "Without a GPU: python -m flashtile_ladder --emulate 8 9",
         "Exercises:     python -m flashtile_ladder exercise",
     ]
     return "\n".join([*lines, "Measure all:   flashtile-ladder --help", f"The files:     {FOLDER}"])
 
 
 def main(names: list[str]) -> None:
+    if "--emulate" in names:
+        # Read when Numba and Triton are imported, which steps do.
+        os.environ |= {"NUMBA_ENABLE_CUDASIM": "1", "TRITON_INTERPRET": "1"}
+        with emulation():
+            main([name for name in names if name != "--emulate"])
+        return
     if not names:
         print(listing())
         return
     if names[0] in ("exercise", "check"):
         from .exercises.command import main as exercises
 
+        if names[0] == "check":
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it also within a compiled kernel
         exercises(names, prog_name="python -m flashtile_ladder")
     chosen = [step for name in names for step in STEPS if name in (str(step.number), step.module, step.file)]
     known = {name for step in STEPS for name in (str(step.number), step.module, step.file)}

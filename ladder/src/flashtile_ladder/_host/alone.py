@@ -21,7 +21,7 @@ from ..measure.counted import count
 
 FOLDER = Path(__file__).parents[1]
 SMALL, LARGE = (64, 16), (512, 64)  # N, d: up to step 3, whose loops are Python's or C++'s, and from step 4 on
-SIMULATED = (64, 16)  # where a thread of Python stands for each thread of a GPU
+SIMULATED = (64, 16)  # where the processor runs the threads of a GPU one after the other
 SECONDS = 0.3  # of timing
 COUNTED = ("step01_softmax", "step04_standard", "step05_flash1", "step06_flash2", "step10_variants")
 ROWS_OF_A_BLOCK = {  # of compiled code: rows for which K and V are read once
@@ -109,7 +109,7 @@ def compare_times(step: Step, before: Step | None, q: Tensor, k: Tensor, v: Tens
     """The time, that of the step before, and why they differ."""
     device = q.device
     interpreted = device.type == "cpu" and step.module in ON_GPU
-    words = " of an interpreter" if interpreted else ""
+    words = " of an emulation" if interpreted else ""
     show("time", f"{milliseconds(call(step, q, k, v), device):.4g} ms{words}")
     if before is not None:
         try:
@@ -118,7 +118,7 @@ def compare_times(step: Step, before: Step | None, q: Tensor, k: Tensor, v: Tens
             )
         except (RuntimeError, ValueError) as problem:  # it needs what is not here, or takes other sizes
             show(f"that of step {before.number}", f"not here: {problem}")
-    why = "Python runs each line of the kernel, which says nothing of a GPU. There: " if interpreted else ""
+    why = "one processor does the work of all threads, which says nothing of a GPU. There: " if interpreted else ""
     show("why", why + step.time)
 
 
@@ -126,7 +126,8 @@ def inputs(step: Step) -> tuple[Tensor, Tensor, Tensor]:
     """Standard normal q, k, v `[N, d]`, of a size that the step does in a moment."""
     device = device_for(step)
     n, d = SMALL if step.number < 4 else LARGE
-    if step.module == "step07_numba_cuda" and os.environ.get("NUMBA_ENABLE_CUDASIM") == "1":
+    simulated = step.module == "step07_numba_cuda" and os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
+    if simulated or (step.number == 9 and device.type == "cpu"):
         n, d = SIMULATED
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn((n, d), generator=generator).to(device) for _ in range(3))

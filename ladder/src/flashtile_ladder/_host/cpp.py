@@ -30,28 +30,35 @@ def compiler() -> str | None:
     return next((path for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if (path := found(name))), None)
 
 
+def needed_compiler(what: str) -> str:
+    """`compiler`, where there is no doing without."""
+    path = compiler()
+    if path is None:
+        raise CompilerError(
+            f"{what} compiles C++ and found no compiler: install one (c++, g++ or clang++ on the PATH), "
+            "or name it in the environment variable CXX. All other steps run without."
+        )
+    return path
+
+
 def found(name: str | None) -> str | None:
     return shutil.which(name) if name else None
 
 
 @functools.cache
-def library(flags: tuple[str, ...]) -> ctypes.CDLL:
-    """step03_cpp.cpp, compiled with these flags into a directory that goes when the process does.
+def library(flags: tuple[str, ...], text: str | None = None) -> ctypes.CDLL:
+    """step03_cpp.cpp, or another text, compiled with these flags into a directory that goes when the process does.
 
     Raises:
         CompilerError: no compiler is found, or it fails.
     """
-    path = compiler()
-    if path is None:
-        raise CompilerError(
-            "step 3 of the ladder compiles C++ and found no compiler: install one (c++, g++ or clang++ on the PATH), "
-            "or name it in the environment variable CXX. All other steps run without."
-        )
+    path = needed_compiler("step 3 of the ladder")
     directory = tempfile.mkdtemp(prefix="flashtile-ladder-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     binary = Path(directory) / "step03.so"
-    command = [path, "-std=c++17", *flags, "-fPIC", "-shared", str(SOURCE), "-o", str(binary)]
-    result = subprocess.run(command, capture_output=True, text=True)
+    command = [path, "-std=c++17", *flags, "-fPIC", "-shared", "-x", "c++", "-", "-o", str(binary)]
+    text = SOURCE.read_text(encoding="utf-8") if text is None else text
+    result = subprocess.run(command, input=text, capture_output=True, text=True)
     if result.returncode != 0:
         raise CompilerError(f"`{' '.join(command)}` failed:\n{result.stderr}")
     return ctypes.CDLL(str(binary))
@@ -66,8 +73,9 @@ def attention(
     *,
     flags: tuple[str, ...] = O3,
     graph: bool = False,
+    text: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`[N, d]` float32 tensors on the CPU to out `[N, d]` and lse `[N]`.
+    """`[N, d]` float32 tensors on the CPU to out `[N, d]` and lse `[N]`; by another text of the step's file, if given.
 
     Raises:
         CompilerError: there is no working C++ compiler.
@@ -75,12 +83,12 @@ def attention(
     """
     q, k, v = (float32(x, q.shape) for x in (q, k, v))  # [N, d]
     n, d = q.shape
-    out, lse = torch.empty_like(q), q.new_empty(n)  # [N, d], [N]
+    out, lse = torch.full_like(q, math.nan), q.new_full((n,), math.nan)  # [N, d], [N]; what is not written shows
     size = c_size(n, d, causal, scale)
     if graph:
-        library(flags).attention_graph(*pointers(q, k, v), *size, *pointers(out, lse, None, None, None, None))
+        library(flags, text).attention_graph(*pointers(q, k, v), *size, *pointers(out, lse, None, None, None, None))
     else:
-        library(flags).attention_raw(*pointers(q, k, v), *size, *pointers(out, lse))
+        library(flags, text).attention_raw(*pointers(q, k, v), *size, *pointers(out, lse))
     return out, lse
 
 
@@ -96,6 +104,7 @@ def backward(
     *,
     flags: tuple[str, ...] = O3,
     graph: bool = False,
+    text: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv `[N, d]`. With `graph=True` forward runs again, and its graph is walked back."""
     n, d = q.shape
@@ -105,9 +114,9 @@ def backward(
     size = c_size(n, d, causal, scale)
     if graph:
         again = torch.empty_like(out), torch.empty_like(lse)
-        library(flags).attention_graph(*pointers(q, k, v), *size, *pointers(*again, dout, dq, dk, dv))
+        library(flags, text).attention_graph(*pointers(q, k, v), *size, *pointers(*again, dout, dq, dk, dv))
     else:
-        library(flags).backward_raw(*pointers(q, k, v, out, lse, dout), *size, *pointers(dq, dk, dv))
+        library(flags, text).backward_raw(*pointers(q, k, v, out, lse, dout), *size, *pointers(dq, dk, dv))
     return dq, dk, dv
 
 

@@ -6,6 +6,7 @@ The CUDA driver, `libcuda.so.1`, is called through ctypes. It comes with every G
 import ctypes
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +17,15 @@ from .cuda_compile import CudaUnavailableError, Source, cubin
 LEAST_CAPABILITY = (7, 5)  # of the compilers of CUDA 13, for kernels of float32
 LEAST_CAPABILITY_16_BITS = (8, 0)  # for cp.async, products of 16 x 8 x 16, and conversions of pairs
 MOST_HEADS = 65535  # blocks along y
+emulated: Callable[..., None] | None = None  # takes launches in the driver's place: see emulation.py
 
 
 def unavailable(device: torch.device, dtype: torch.dtype = torch.float32) -> str | None:
     """Why kernels of this dtype do not run on the device; `None` if they do. (A compiler is asked for after.)"""
+    if emulated is not None and device.type == "cpu":
+        return None
     if device.type != "cuda":
-        return f"the tensors are on {device}: move them to an NVIDIA GPU"
+        return f"the tensors are on {device}: move them to an NVIDIA GPU, or run the emulation (--emulate)"
     if torch.version.hip is not None:
         return "this is a PyTorch for AMD GPUs"
     capability = torch.cuda.get_device_capability(device)
@@ -174,6 +178,9 @@ def launch(
         ValueError: more shared memory than the GPU allows a block.
     """
     device = next(x.device for x in arguments if isinstance(x, Tensor))
+    if emulated is not None and device.type == "cpu":
+        emulated(source, name, grid, block, *arguments, shared_bytes=shared_bytes)
+        return
     index = torch.cuda.current_device() if device.index is None else device.index
     loaded = kernel(source, name, index)
     values = [as_c(x) for x in arguments]

@@ -38,13 +38,14 @@ class CudaStep:
     rows_for_a_read: int = 1  # rows for which a block reads K and V once
     state_in_hbm: bool = False  # m and l are arguments, and out begins with zeros
     bugs: dict[str, Bug] = field(default_factory=dict)
+    replaced: tuple[str, str] | None = None  # a text of the file, and what takes its place
 
     def source_for(self, d: int, dtype: torch.dtype | None = None, *flags: str) -> Source:
         """The kernel's source for a head dimension; `flags` are the compiler's, such as `--fmad=false`."""
         macros: dict[str, Any] = {"HEAD_DIM": d, **self.macros}
         if self.dtypes == HALVES:
             macros["HALF"] = PTX_TYPES[dtype or torch.float16]
-        return source(self.file, *flags, **macros)
+        return source(self.file, *flags, replaced=self.replaced, **macros)
 
     def attention(
         self,
@@ -89,7 +90,8 @@ class TensorCores(CudaStep):
         stages: int = 1,
     ) -> Source:
         tile: dict[str, Any] = {"BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": stages}
-        return source(self.file, *flags, HEAD_DIM=d, HALF=PTX_TYPES[dtype or torch.float16], **tile)
+        half = PTX_TYPES[dtype or torch.float16]
+        return source(self.file, *flags, replaced=self.replaced, HEAD_DIM=d, HALF=half, **tile)
 
     def attention(  # type: ignore[override]  # with sizes of a tile, and without bugs
         self,

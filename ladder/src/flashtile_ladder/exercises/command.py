@@ -1,11 +1,12 @@
 """`python -m flashtile_ladder exercise` and `check`."""
 
-import runpy
+import os
 from pathlib import Path
 
 import click
 
-from . import EXERCISES, HEADER, Exercise
+from .._host.cpp import CompilerError
+from . import COMMENTS, EMPTY, EXERCISES, HEADER, Exercise
 from .judge import judge
 
 
@@ -40,7 +41,7 @@ def write(name: str | None, hint: int | None, solution: bool) -> None:
             raise click.UsageError(f"exercise {exercise.name} has {len(exercise.hints)} hints; --solution is next")
         click.echo(exercise.hints[hint - 1])
         return
-    path = Path(f"exercise_{exercise.name}.py")
+    path = Path(exercise.file)
     if path.exists():
         raise click.UsageError(f"{path} is there already: move it away to begin again")
     path.write_text(exercise.empty(), encoding="utf-8")
@@ -50,12 +51,22 @@ def write(name: str | None, hint: int | None, solution: bool) -> None:
 @main.command("check")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def check(file: Path) -> None:
-    """Judge a FILE that `exercise` wrote. The file is run."""
-    first = file.read_text(encoding="utf-8").partition("\n")[0]
-    if not first.startswith(HEADER):
-        raise click.UsageError(f"{file} does not begin with {HEADER!r} and a name: keep the line that `exercise` wrote")
-    exercise = named(first.removeprefix(HEADER).partition(":")[0])
-    function = runpy.run_path(str(file)).get(exercise.function)
+    """Judge a FILE that `exercise` wrote. The file is run, for as long as it takes."""
+    text, header = file.read_text(encoding="utf-8"), COMMENTS.get(file.suffix, "#") + HEADER
+    first = text.partition("\n")[0]
+    if not first.startswith(header):
+        raise click.UsageError(f"{file} does not begin with {header!r} and a name: keep the line that `exercise` wrote")
+    exercise = named(first.removeprefix(header).partition(":")[0])
+    if EMPTY[exercise.language] in text:
+        click.echo(f"Nothing is written yet: `{EMPTY[exercise.language]}` is still there.")
+        raise SystemExit(1)
+    if exercise.form == "triton":
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+    try:
+        function = exercise.of_file(file)
+    except CompilerError as problem:
+        click.echo(str(problem))
+        raise SystemExit(1) from None
     if function is None:
         raise click.UsageError(f"{file} defines no function {exercise.function}")
     verdict = judge(exercise, function)

@@ -4,6 +4,7 @@ A mistake is named if the learner's results on all probes are those of a known w
 """
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,7 +16,10 @@ from torch import Tensor
 from ..measure.counted import count
 from . import Exercise
 
-TOLERANCE = 1e-9
+# Of results, relative and absolute; and absolute for each unit of the largest k, squared.
+TOLERANCES = {torch.float64: (1e-9, 1e-14), torch.float32: (1e-4, 2e-6)}
+LOG2_E = 1.4426950408889634
+MARGIN = 8  # rows of NaN behind each tensor of a kernel, for what is read or written there
 Results = dict[str, Tensor] | str  # by name, or the error that was raised
 
 
@@ -43,6 +47,23 @@ PROBES = (
     Probe("an odd size, causal", 7, 3, causal=True, slope=0.5),
     Probe("a mask that hides a whole row", 5, 3, mask=True),
 )
+
+
+def of_tiles(rows: int, keys: int, d: int) -> list[Probe]:
+    """Inputs for a kernel with tiles of so many rows and keys, and one head dimension."""
+    most = max(rows, keys)
+    return [
+        Probe("one tile of keys", keys, d),
+        Probe("two tiles of keys, the larger scores last", 2 * keys, d, slope=2 / keys),
+        Probe("two tiles of keys, the larger scores first", 2 * keys, d, slope=-2 / keys),
+        Probe("a scale of its own", 2 * keys, d, scale=0.3),
+        Probe("scores of thousands", 2 * keys, d, slope=1800 / keys),
+        Probe("causal", 2 * most, d, causal=True),
+        Probe("scores of minus thousands", 2 * keys, d, slope=-1800 / keys),
+        Probe("a key more than a tile", keys + 1, d),
+        Probe("an odd size", 2 * most + 1, d, slope=2 / most),
+        Probe("an odd size, causal", most + keys + 1, d, causal=True, slope=2 / most),
+    ]
 
 
 class Verdict(NamedTuple):
@@ -83,15 +104,29 @@ def oracle(probe: Probe) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def expected(exercise: Exercise, probe: Probe) -> dict[str, Tensor]:
+    if exercise.form == "barriers":
+        return barriers_that_may_go(probe.n)
     if exercise.form == "softmax":
         return {"softmax": torch.softmax(tensors(probe)[1][:, 0], dim=0)}
     forward, gradients = oracle(probe)
+    if exercise.form == "triton" and not exercise.causal:
+        return {"out": forward["out"]}
     return gradients if exercise.form == "backward" else forward
+
+
+@functools.cache
+def barriers_that_may_go(n: int) -> dict[str, Tensor]:
+    """By barrier, 1 if the kernel is right without it at N, else 0."""
+    from .barriers import BARRIERS, right_without
+
+    return {name: torch.tensor(float(right_without(name, n))) for name in BARRIERS}
 
 
 def call(exercise: Exercise, function: Callable[..., Any], probe: Probe) -> dict[str, Tensor]:
     """Results by name, and the bytes that moved where the step counts them."""
-    q, k, v, dout = tensors(probe)
+    if exercise.form == "barriers":
+        return {name: torch.tensor(float(probe.n in lengths)) for name, lengths in function().items()}
+    q, k, v, dout = (x.to(dtype_of(exercise)) for x in tensors(probe))
     if exercise.form == "softmax":
         return {"softmax": torch.as_tensor(function(k[:, 0]), dtype=torch.float64)}
     scale = 1 / math.sqrt(probe.d) if probe.scale is None else probe.scale
@@ -100,10 +135,14 @@ def call(exercise: Exercise, function: Callable[..., Any], probe: Probe) -> dict
         out, lse = torch.full_like(q, math.nan), q.new_full((probe.n,), math.nan)
         function(*(x.numpy() for x in (q, k.mT.contiguous(), v)), scale, probe.causal, out.numpy(), lse.numpy())
         return {"out": out, "lse": lse}
-    keywords: dict[str, Any] = dict(exercise.keywords) | ({"mask": visible(probe)} if probe.mask else {})
+    if exercise.form == "triton":
+        return launched(exercise, function, probe, scale)
+    keywords: dict[str, Any] = {"mask": visible(probe)} if probe.mask else {}
+    if exercise.language == ".py":
+        keywords |= exercise.keywords
     arguments, names = [q, k, v], ("out", "lse")
     if exercise.form == "backward":
-        arguments, names = [q, k, v, *oracle(probe)[0].values(), dout], ("dq", "dk", "dv")
+        arguments, names = [q, k, v, *(x.to(q.dtype) for x in oracle(probe)[0].values()), dout], ("dq", "dk", "dv")
     if exercise.counted:
         counts, results = count(function, arguments, probe.causal, probe.scale, **keywords)
         moved = {"bytes": torch.tensor([counts["read"], counts["written"]], dtype=torch.float64)}
@@ -113,8 +152,36 @@ def call(exercise: Exercise, function: Callable[..., Any], probe: Probe) -> dict
     return {name: torch.as_tensor(x, dtype=torch.float64) for name, x in zip(names, results, strict=True)}
 
 
+def launched(exercise: Exercise, kernel: Any, probe: Probe, scale: float) -> dict[str, Tensor]:
+    """Results of a Triton kernel in the interpreter. Behind each tensor lie rows of NaN."""
+    rows, keys = exercise.tile
+    n, d = probe.n, probe.d
+    q, k, v, out = (torch.full((n + MARGIN, d), math.nan) for _ in range(4))
+    for room, x in zip((q, k, v), tensors(probe), strict=False):
+        room[:n] = x
+    lse = torch.full((n + MARGIN,), math.nan)
+    values: dict[str, Any] = {"Q": q, "K": k, "V": v, "O": out, "LSE": lse, "N": n, "D": d, "PRECISION": "ieee"}
+    values |= {"scale": scale, "scale_log2": scale * LOG2_E, "BLOCK_M": rows, "BLOCK_N": keys}
+    values |= {"CAUSAL": probe.causal, "EVEN": n % keys == 0}
+    kernel[(math.ceil(n / rows),)](**{name: values[name] for name in inspect.signature(kernel.fn).parameters})
+    if not (out[n:].isnan().all() and lse[n:].isnan().all()):
+        raise IndexError("rows from N on are written")
+    return {"out": out[:n]} | ({"lse": lse[:n]} if exercise.causal else {})
+
+
+def dtype_of(exercise: Exercise) -> torch.dtype:
+    return torch.float32 if exercise.single else torch.float64
+
+
 def probes(exercise: Exercise) -> list[Probe]:
-    chosen = [probe for probe in PROBES if exercise.masks or not probe.mask]
+    if exercise.form == "barriers":
+        from .barriers import LENGTHS
+
+        return [Probe("a barrier less", n, 16) for n in LENGTHS]
+    if exercise.tile[0]:
+        chosen = of_tiles(*exercise.tile, exercise.d)
+        return [x for x in chosen if exercise.causal or (not x.causal and x.n % exercise.tile[0] == 0)]
+    chosen = [x._replace(d=exercise.d or x.d) for x in PROBES if exercise.masks or not x.mask]
     if exercise.form == "softmax":
         chosen = [probe for probe in chosen if not probe.causal and probe.scale is None]
     return chosen
@@ -128,17 +195,20 @@ def attempt(exercise: Exercise, function: Callable[..., Any], probe: Probe) -> R
         return f"{type(error).__name__}: {error}"
 
 
-def same(a: Results, b: Results, probe: Probe) -> bool:
+def same(a: Results, b: Results, probe: Probe, dtype: torch.dtype) -> bool:
     """Equal within rounding; NaN equals NaN, and errors are equal if their types are."""
     if isinstance(a, str) or isinstance(b, str):
         return isinstance(a, str) and isinstance(b, str) and a.partition(":")[0] == b.partition(":")[0]
-    return a.keys() == b.keys() and all(a[x].shape == b[x].shape and bool(close(a[x], b[x], probe).all()) for x in a)
+    if {name: x.shape for name, x in a.items()} != {name: x.shape for name, x in b.items()}:
+        return False
+    return all(bool(close(x, b[name], probe, dtype).all()) for name, x in a.items())
 
 
-def close(a: Tensor, b: Tensor, probe: Probe) -> Tensor:
+def close(a: Tensor, b: Tensor, probe: Probe, dtype: torch.dtype) -> Tensor:
     """bool, of the tensors' shape. A score's rounding grows with k, and a derivative multiplies it by k again."""
-    largest = float(tensors(probe)[1].abs().max())
-    return torch.isclose(a, b, rtol=TOLERANCE, atol=TOLERANCE + 1e-14 * largest**2, equal_nan=True)
+    largest, (relative, rounding) = float(tensors(probe)[1].abs().max()), TOLERANCES[dtype]
+    absolute = relative + rounding * largest**2
+    return torch.isclose(a.double(), b.double(), rtol=relative, atol=absolute, equal_nan=True)
 
 
 def judge(exercise: Exercise, function: Callable[..., Any]) -> Verdict:
@@ -153,32 +223,37 @@ def judge(exercise: Exercise, function: Callable[..., Any]) -> Verdict:
     for mistake in exercise.mistakes:
         known = exercise.compiled(exercise.with_mistake(mistake))
         pairs = zip(found, chosen, strict=True)  # a mistake runs until it differs, as a rule on the first probes
-        if all(same(x, attempt(exercise, known, probe), probe) for x, probe in pairs):
+        if all(same(x, attempt(exercise, known, probe), probe, dtype_of(exercise)) for x, probe in pairs):
             return Verdict(False, f"{wrong}\nThis looks like a well-known mistake: {mistake.name}.", mistake.name)
     return Verdict(False, f"{wrong}\nThe results are those of no mistake that is known here.")
 
 
 def first_failure(exercise: Exercise, found: list[Results]) -> str:
     """A sentence on the smallest probe that fails, or nothing. Bytes are compared with those of the step."""
-    solution = exercise.compiled(exercise.source())
+    solution = exercise.compiled(exercise.source()) if exercise.counted else None
     for probe, got in zip(probes(exercise), found, strict=True):
         about = f"Wrong on {probe.name!r}, N = {probe.n}, d = {probe.d}"
         if isinstance(got, str):
             return f"{about}: {got}"
         wanted = dict(expected(exercise, probe))
-        if exercise.counted:
+        if solution is not None:
             wanted["bytes"] = call(exercise, solution, probe)["bytes"]
         for name, right in wanted.items():
+            if name not in got:
+                return f"{about}: there is no {name!r} among the results"
             x = got[name]
             if x.shape != right.shape:
                 return f"{about}: {name} is {list(x.shape)}, not {list(right.shape)}"
-            bad = ~close(x, right, probe)
+            bad = ~close(x, right, probe, dtype_of(exercise))
             if not bad.any():
                 continue
             if name == "bytes":
                 return (
                     f"{about}: bytes read and written are {x.int().tolist()}, those of the step {right.int().tolist()}"
                 )
+            if exercise.form == "barriers":
+                found_so = "right" if right else "wrong"
+                return f"At N = {probe.n}, without the barrier of {name!r}, the result is {found_so}: not as predicted"
             at = bad.nonzero()[0].tolist()
             return f"{about}: {name}{at} is {float(x[tuple(at)]):.6g}, not {float(right[tuple(at)]):.6g}"
     return ""

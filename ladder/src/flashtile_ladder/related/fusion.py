@@ -10,13 +10,13 @@ whose scale and mask are two such operations before a softmax. FlashAttention is
 `python -m flashtile_ladder.related.fusion` prints bytes, launches and errors.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..measure.counted import count
+from ..step04_standard import hide_future
 
 Matrix = Any  # a Tensor, or a Counted one
 
@@ -40,7 +40,7 @@ def softmax_apart(s: Matrix, scale: float) -> tuple[Matrix]:
     """softmax(mask(scale s)) of scores `[N, N]` by three kernels, causal: six accesses."""
     scaled, masked, p = (s.new_empty(tuple(s.shape)) for _ in range(3))
     scaled[:] = scale * s[:]
-    masked[:] = hide_future(scaled[:])
+    masked[:] = hide_future(scaled[:], True)
     p[:] = torch.softmax(masked[:], dim=1)
     return (p,)
 
@@ -48,13 +48,8 @@ def softmax_apart(s: Matrix, scale: float) -> tuple[Matrix]:
 def softmax_fused(s: Matrix, scale: float) -> tuple[Matrix]:
     """The same by one kernel: two accesses."""
     p = s.new_empty(tuple(s.shape))
-    p[:] = torch.softmax(hide_future(scale * s[:]), dim=1)
+    p[:] = torch.softmax(hide_future(scale * s[:], True), dim=1)
     return (p,)
-
-
-def hide_future(s: torch.Tensor) -> torch.Tensor:
-    """-inf where key j > row i, `[N, N]`."""
-    return s.masked_fill(torch.ones(s.shape, dtype=torch.bool).triu(1), -math.inf)
 
 
 PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[int, int]]] = {

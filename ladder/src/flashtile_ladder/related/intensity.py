@@ -21,7 +21,10 @@ each key head) at any batch.
 `python -m flashtile_ladder.related.intensity` prints the curves and balance batches.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
+
+from ..iomodel import Machine, Work
 
 ITEMSIZE = 2
 POINTWISE = {"softmax": 5, "gelu": 8, "add and normalize": 8}  # operations for each number
@@ -41,81 +44,50 @@ class Model(NamedTuple):
         return self.width // self.heads
 
 
-class Machine(NamedTuple):
-    """Rates of a data sheet: 16-bit tensor cores without sparsity, and the big memory."""
-
-    name: str
-    flops_per_second: float
-    bytes_per_second: float
-
-    @property
-    def ridge(self) -> float:
-        return self.flops_per_second / self.bytes_per_second
-
-    def balance_batch(self, itemsize: int = ITEMSIZE) -> float:
-        """Sequences with which reading a weight takes as long as multiplying by it."""
-        return self.ridge * itemsize / 2
-
-
-class Work(NamedTuple):
-    """Operations and bytes."""
-
-    flops: int = 0
-    moved: int = 0
-
-    def __add__(self, other: "Work") -> "Work":  # type: ignore[override]
-        return Work(self.flops + other.flops, self.moved + other.moved)
-
-    @property
-    def intensity(self) -> float:
-        return self.flops / self.moved
-
-
 MODELS = (Model("BERT-base", 12, 768, 12), Model("BERT-large", 24, 1024, 16), Model("GPT-2", 12, 768, 12, True))
-MACHINES = (  # NVIDIA's data sheets
-    Machine("A100 40 GB", 312e12, 1.555e12),
-    Machine("A100 80 GB", 312e12, 2.039e12),
-    Machine("H100 SXM", 989e12, 3.35e12),
-    Machine("H200", 989e12, 4.8e12),
-)
+MACHINES = {  # NVIDIA's data sheets: 16-bit tensor cores without sparsity, and the big memory
+    "A100 40 GB": Machine(312e12, 1.555e12),
+    "A100 80 GB": Machine(312e12, 2.039e12),
+    "H100 SXM": Machine(989e12, 3.35e12),
+    "H200": Machine(989e12, 4.8e12),
+}
+
+
+def balance_batch(machine: Machine, itemsize: int = ITEMSIZE) -> float:
+    """Sequences with which reading a weight takes as long as multiplying by it."""
+    return machine.ridge * itemsize / 2
 
 
 def product(a: int, b: int, c: int, times: int = 1) -> Work:
     """`times` products [a, b] by [b, c]."""
-    return Work(2 * a * b * c * times, ITEMSIZE * (a * b + b * c + a * c) * times)
+    return Work(2 * a * b * c * times, 0, ITEMSIZE * (a * b + b * c) * times, ITEMSIZE * a * c * times)
 
 
 def pointwise(name: str, numbers: int, reads: int = 1) -> Work:
     """An operation on each number: `reads` operands are read, one result is written."""
-    return Work(POINTWISE[name] * numbers, ITEMSIZE * numbers * (reads + 1))
+    return Work(0, POINTWISE[name] * numbers, ITEMSIZE * numbers * reads, ITEMSIZE * numbers)
+
+
+def total(works: Iterable[Work], times: int = 1) -> Work:
+    """The sum, so many times."""
+    return Work(*(times * sum(field) for field in zip(*works, strict=True)))
 
 
 def layer(model: Model, rows: int, keys: int, batch: int = 1) -> dict[str, Work]:
     """One layer for `rows` tokens of each of `batch` sequences, over `keys` keys and values of its own."""
     tokens, width, heads = batch * rows, model.width, batch * model.heads
-    mha = product(tokens, width, 3 * width) + product(tokens, width, width)  # projections
-    scores = product(rows, model.head_dim, keys, heads) + pointwise("softmax", heads * rows * keys)
-    scores += product(rows, keys, model.head_dim, heads)
-    ffn = product(tokens, width, 4 * width) + product(tokens, 4 * width, width)
-    ffn += pointwise("gelu", tokens * 4 * width)
+    mha = product(tokens, width, 3 * width), product(tokens, width, width)  # projections
+    scores = product(rows, model.head_dim, keys, heads), pointwise("softmax", heads * rows * keys)
+    values = product(rows, keys, model.head_dim, heads)
+    ffn = product(tokens, width, 4 * width), pointwise("gelu", tokens * 4 * width), product(tokens, 4 * width, width)
     rest = pointwise("add and normalize", 2 * tokens * width, reads=2)
-    return {"projections": mha, "attention": scores, "feed-forward": ffn, "rest": rest}
-
-
-def total(works: dict[str, Work], layers: int = 1) -> Work:
-    """The sum over a layer's parts, `layers` times."""
-    flops, moved = (sum(getattr(work, field) for work in works.values()) for field in Work._fields)
-    return Work(layers * flops, layers * moved)
+    return {"projections": total(mha), "attention": total((*scores, values)), "feed-forward": total(ffn), "rest": rest}
 
 
 def run(model: Model, n: int) -> Work:
     """An encoder's pass over N tokens, or a decoder's N steps, token after token."""
-    if not model.decodes:
-        return total(layer(model, n, n), model.layers)
-    work = Work()
-    for keys in range(1, n + 1):
-        work += total(layer(model, 1, keys), model.layers)
-    return work
+    steps = [(1, keys) for keys in range(1, n + 1)] if model.decodes else [(n, n)]
+    return total((total(layer(model, rows, keys).values()) for rows, keys in steps), model.layers)
 
 
 def decode_intensity(model: Model, keys: int, batch: int) -> dict[str, float]:
@@ -129,10 +101,10 @@ def main() -> None:
     for model in MODELS:
         print(f"{model.name:>10}:", *(f"{run(model, n).intensity:.1f}" for n in lengths))
     parts = layer(MODELS[0], 4096, 4096)
-    share = {name: f"{work.moved / total(parts).moved:.0%}" for name, work in parts.items()}
+    share = {name: f"{work.moved / total(parts.values()).moved:.0%}" for name, work in parts.items()}
     print("bytes of BERT-base at N = 4096:", ", ".join(f"{name} {x}" for name, x in share.items()))
-    for machine in MACHINES:
-        print(f"{machine.name}: ridge {machine.ridge:.0f}, balance batch {machine.balance_batch():.0f}")
+    for name, machine in MACHINES.items():
+        print(f"{name}: ridge {machine.ridge:.0f}, balance batch {balance_batch(machine):.0f}")
     for batch in (1, 16, 256):
         parts_of = decode_intensity(MODELS[2], 1024, batch)
         print(f"GPT-2, 1024 keys, batch {batch}:", ", ".join(f"{name} {x:.1f}" for name, x in parts_of.items()))

@@ -263,9 +263,10 @@ bool resume(Fiber& fiber) {
     return true;
 }
 
-// A linear congruential generator is random enough for taking turns.
+// A linear congruential generator is random enough for taking turns. Each launch begins with the same state.
+uint64_t state;
+
 void shuffle(std::vector<int>& sequence) {
-    static uint64_t state = 1;
     for (size_t i = sequence.size(); i > 1; i--) {
         state = state * 6364136223846793005u + 1442695040888963407u;
         std::swap(sequence[i - 1], sequence[(state >> 33) % i]);
@@ -318,6 +319,7 @@ const char* launch(void (*kernel)(Arguments...), void** arguments, const int* si
     launched.arguments = arguments;
     body = &launched;
     problem = nullptr;
+    state = 1;
     order = Order(which);
     grid_size = {sizes[0], sizes[1], 1};
     block_size = {sizes[2], sizes[3], 1};
