@@ -21,8 +21,8 @@ def test_cpu_kernels_are_right_without_a_bug() -> None:
     assert not [wrong for x in checks.values() if (wrong := x.run()) is not None]
 
 
-@pytest.mark.parametrize("x", CPU_BUGS, ids=[x.bug.name for x in CPU_BUGS])
-def test_bug_in_cpu_kernels_is_caught(x: CpuBug) -> None:
-    if not x.is_usable:
-        pytest.skip(f"this processor has no {x.width}")
-    assert caught(x) is not None
+@pytest.mark.parametrize("bug", CPU_BUGS, ids=[x.bug.name for x in CPU_BUGS])
+def test_bug_in_cpu_kernels_is_caught(bug: CpuBug) -> None:
+    if not bug.is_usable:
+        pytest.skip(f"this processor has no {bug.width}")
+    assert caught(bug) is not None
