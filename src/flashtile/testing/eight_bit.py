@@ -21,8 +21,8 @@ def maybe_eight_bits(case: Case, draw: Draw) -> Case:
     has_pages = case.function == "attention_with_kvcache" or case.arguments.get("page_table") is not None
     if choices.random() >= PART or not has_pages or draw.seed in RECORDED or "eight bits" in draw.left_out:
         return case
-    kinds = [choices.choice(("none", "heads", "sequences", "pages", "tokens")) for _ in range(2)]
-    return with_eight_bits(case, choices.choice(FORMATS), *kinds, draw.generator)
+    of_k, of_v = (choices.choice(("none", "heads", "sequences", "pages", "tokens")) for _ in range(2))
+    return with_eight_bits(case, choices.choice(FORMATS), of_k, of_v, draw.generator)
 
 
 def with_eight_bits(

@@ -51,8 +51,6 @@ def declines(problem: Problem, device: Device) -> str | None:
         return f"head dimensions go up to {MAX_HEAD_DIM}"
     if (reason := too_long(problem)) is not None:
         return reason
-    if problem.eight_bit is not None:
-        return "it reads keys and values of q's dtype"
     if problem.layout != "dense" and problem.batch > MAX_SEQUENCES:
         return f"a packed batch has at most {MAX_SEQUENCES} sequences"
     return None

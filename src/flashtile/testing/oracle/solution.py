@@ -66,7 +66,7 @@ class _Solution:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.given: dict[str, Any] = {name: _exact(value) for name, value in case.arguments.items()}
-        stored = case.arguments.get("k_cache", case.arguments.get("k"))
+        stored = case.arguments["k_cache" if "k_cache" in case.arguments else "k"]
         for name in ("k", "v", "k_cache", "v_cache") if has_eight_bits(stored) else ():
             if self.given.get(name) is not None:
                 self.given[name] = self.given[name].double()
