@@ -58,8 +58,6 @@ def declines(problem: Problem, device: Device) -> str | None:
         return reason
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
         return f"head dimensions go up to {MAX_HEAD_DIM}"
-    if problem.eight_bit is not None:
-        return "it reads keys and values of q's dtype"
     return too_long(problem)
 
 
