@@ -58,8 +58,7 @@ def variant_of(call: Call, target: Target, rows: int) -> Variant:
         dropout=s.dropout_p > 0,
         chunk=s.attention_chunk is not None,
         keys=eight_bit.FORMATS.get(t.k.dtype),
-        **scale_kinds(call),
-    )
+    )._replace(**scale_kinds(call))
 
 
 def descales(call: Call) -> dict[str, Tensor]:

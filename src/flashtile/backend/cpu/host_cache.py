@@ -88,9 +88,9 @@ def record_attend_with_cache(plan: Plan, call: CacheCall) -> tuple[Any, tuple[Te
     if attention.settings.mask_mod is not None:  # whose blocks depend on lengths
         return None, results
     table = tensors.pop("page_table", None)
-    recording = (
-        recorded(call, launch, tensors, results, of_cache=DESCALES) if table is not None and is_simple(call) else None
-    )
+    recording = None
+    if table is not None and is_simple(call):
+        recording = recorded(call, launch, tensors, results, of_cache=DESCALES)
     if recording is None or table is None:
         return lambda call: replay_forward(launch, append_and_rotate(call)), results
     return CacheReplay(CacheRecording(recording, call, table), launch), results

@@ -8,10 +8,9 @@ from .codegen import Code
 from .operands import BYTE, DOUBLE, FLOAT, HALF, INT, SHORT, Pointer, Value
 
 STORAGE_TYPES = {"float32": FLOAT, "float64": DOUBLE, "bfloat16": SHORT, "float16": SHORT, "bool": BYTE}
-STORAGE_TYPES |= dict.fromkeys(("e4m3", "e5m2", "int8"), BYTE)
-ITEM_SIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "bool": 1} | dict.fromkeys(
-    ("e4m3", "e5m2", "int8"), 1
-)
+EIGHT_BITS = ("e4m3", "e5m2", "int8")
+STORAGE_TYPES |= dict.fromkeys(EIGHT_BITS, BYTE)
+ITEM_SIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "bool": 1} | dict.fromkeys(EIGHT_BITS, 1)
 
 
 def widen(code: Code, x: Value, dtype: str) -> Value:
