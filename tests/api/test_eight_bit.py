@@ -268,3 +268,57 @@ def test_a_plan_says_what_it_reads() -> None:
     given = pages()
     explained = flashtile.explain(**given)
     assert "e5m2 keys and values" in explained.problem
+
+
+# Caches made of others ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_quantized_caches(dtype: torch.dtype, paged: bool) -> None:
+    """The scales are of a shape that calls take, all numbers fit, and the error is that of the numbers."""
+    k = torch.randn(3, 4, 6, 32) * torch.rand(3, 4, 6, 1)
+    for per in ("head", "page" if paged else "sequence", "token"):
+        values, descale, error = flashtile.quantize_kv(k, dtype, per=per, paged=paged)
+        arguments: Arguments = {
+            "q": torch.randn(3, 6 if paged else 4, 1, 32),
+            "k_descale": descale,
+            "v_descale": descale,
+        }
+        if paged:
+            arguments["page_table"] = torch.arange(3, dtype=torch.int32)[:, None]
+        wide = {"k_cache": k, "v_cache": k, "cache_seqlens": 4}
+        found = call(arguments | wide | {"k_cache": values, "v_cache": values})
+        del arguments["k_descale"], arguments["v_descale"]
+        tolerance = {E4M3: 0.08, E5M2: 0.15, INT8: 0.04}[dtype]
+        torch.testing.assert_close(found, call(arguments | wide), atol=tolerance, rtol=tolerance)
+        assert 0 < float(error) < tolerance / 2
+        assert values.float().abs().max() == magnitudes(dtype)[-1]
+    for wrong in ({"per": "row"}, {"dtype": torch.uint8}, {"per": "sequence" if paged else "page"}):
+        with pytest.raises(ArgumentError, match=f"`{next(iter(wrong))}`"):
+            flashtile.quantize_kv(k, paged=paged, **wrong)
+
+
+def test_layers_keep_8_bits() -> None:
+    layer = flashtile.nn.Attention(64, 4, num_kv_heads=2, causal=True, rotary_dim=16)
+    x = torch.randn(2, 9, 64)
+    with torch.no_grad():
+        expected = layer(x)
+        for dtype in FORMATS:
+            cache = layer.new_cache(2, 16, dtype=dtype)
+            out = torch.cat([layer(x[:, :7], cache=cache), layer(x[:, 7:], cache=cache)], dim=1)
+            torch.testing.assert_close(out, expected, atol=0.03, rtol=0.1)
+            assert cache.k.dtype is dtype
+
+
+def test_flash_attn_3_reads_8_bits() -> None:
+    from flashtile.compat.flash_attn_3 import flash_attn_with_kvcache
+
+    given = eight_bit(kind="sequences", held=(6, 6), new=None, queries=2, page_size=4, causal=True).arguments
+    pages = {
+        name: given[name] for name in ("k_cache", "v_cache", "cache_seqlens", "page_table", "k_descale", "v_descale")
+    }
+    out = flash_attn_with_kvcache(given["q"].transpose(1, 2), **pages, causal=True)
+    assert torch.equal(out.transpose(1, 2), call(given))
+    with pytest.raises(ArgumentError, match="`q_descale`"):
+        flash_attn_with_kvcache(given["q"].transpose(1, 2), **pages, q_descale=given["k_descale"])

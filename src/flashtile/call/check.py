@@ -136,8 +136,8 @@ def descale(name: str, x: Tensor, cache: Tensor, batch: int, *, paged: bool, exa
         raise ArgumentError(name, x, eight_bit.shapes_in_words(paged=paged), example)
     if eight_bit.is_ambiguous(x, cache, batch, paged=paged):
         accepted = (
-            f"[num_pages, 1, Hkv] for scales of pages, where there are as many pages as sequences, {batch}; scales of "
-            "sequences are then given by page, too"
+            f"[num_pages, 1, Hkv] for scales of pages or [B, 1, 1, Hkv] for scales of sequences, as there are {batch} "
+            "of both"
         )
         raise ArgumentError(name, x, accepted, example)
     view = eight_bit.scales_of_pages(x, cache, batch, paged=paged)

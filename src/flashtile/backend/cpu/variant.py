@@ -33,7 +33,7 @@ class Variant(NamedTuple):
     decode: bool = False  # forward only
     tiles: bool = False  # products of bfloat16 matrix tiles; forward only
     keys: str | None = None  # format of keys and values of 8 bits; forward only
-    k_scales: str = ""  # of keys of 8 bits: for each "head" or each "key"
+    k_scales: str = ""  # whether scales of 8-bit keys differ by "head" or by "key"
     v_scales: str = ""
 
     @property

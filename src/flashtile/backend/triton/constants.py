@@ -36,7 +36,7 @@ class Constants:
     IN_ORDER: bool = False  # a page table of one column is `0 .. batch - 1`, and not read
     NUM_WARPS: int = 4  # warps of a program; they decide how many rows of the splits are merged at once
     STAGES: int = 1  # stages of rows in shared memory, in `kernels.mma`
-    KEY_FORMAT: str = ""  # of keys and values of 8 bits (`kernels.eight_bit.numbers`)
+    KEY_FORMAT: str = ""  # format of 8-bit keys and values (`kernels.eight_bit.numbers`)
     K_SCALES: str = ""  # whether scales differ by "head" or by "key"
     V_SCALES: str = ""
     VALUES: str = ""  # dtype of products with values, if not q's: "bf16x2" or, in the interpreter, "fp32"
@@ -55,6 +55,6 @@ class AppendConstants:
     INTERLEAVED: bool
     Q_FIXED: bool  # all queries of a sequence turn as its first one
     BLOCK_B: int
-    KEY_FORMAT: str = ""  # of a cache of 8 bits
+    KEY_FORMAT: str = ""  # format of a cache of 8 bits
     K_SCALES: str = ""  # "token" if scales are computed and stored, "given" if they are read
     V_SCALES: str = ""

@@ -47,8 +47,8 @@ def alignment(tensors: list[Tensor]) -> int:
 def shared_scalars(
     call: Call, q: Tensor, k: Tensor, v: Tensor, align: int, key_align: int | None = None
 ) -> dict[str, Any]:
-    """The scalars of `parameters.Inputs`. `q`, `k` and `v` have contiguous features; those of 8 bits have strides in
-    units of their own.
+    """The scalars of `parameters.Inputs`. `q`, `k` and `v` have contiguous features. With 8 bits, strides of keys have
+    a unit of their own.
     """
     paged = call.tensors.page_table is not None
     of_keys = align if key_align is None else key_align

@@ -11,7 +11,7 @@ from ....call.device import describe_device
 from ....call.eight_bit import FORMATS, bits, is_eight_bit, scales_of_pages
 from ...gpu.pointers import Described
 
-DIMENSIONS = "bpnh"  # of scales: sequences, pages, slots, heads
+DIMENSIONS = "bpnh"  # dimensions of scales: sequences, pages, slots, heads
 NATIVE_E4M3 = 89  # the first compute capability with conversions of float8_e4m3fn
 
 
