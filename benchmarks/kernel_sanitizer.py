@@ -6,6 +6,7 @@ order that the copy engine makes (docs/journal/2026-11-22-hopper-checks.md). No 
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -82,6 +83,23 @@ def pages() -> None:
             flashtile.attention_with_kvcache(q, k, v, cache_seqlens=lengths, page_table=table, causal=True)
 
 
+def eight_bits() -> None:
+    """Caches of 8 bits, read and appended to, with scales of heads and of tokens."""
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
+        for size in (8, 64):
+            count = -(-700 // size)
+            shape = (2 * count, size, 2, 72)
+            table = torch.randperm(2 * count, device="cuda").view(2, count).int()
+            lengths = torch.tensor([650, 333], device="cuda", dtype=torch.int32)
+            for n, descale in itertools.product((1, 5, 40), (torch.ones(2), torch.ones(shape[:3]))):
+                numbers = torch.randint(0, 100, (2, *shape), device="cuda", dtype=torch.uint8)
+                k_cache, v_cache = numbers.view(dtype)
+                q, k, v = (torch.randn(2, h, n, 72, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2))
+                scales = {f"{x}_descale": descale.cuda() for x in "kv"}
+                options: dict[str, Any] = {"cache_seqlens": lengths, "page_table": table, "causal": True}
+                flashtile.attention_with_kvcache(q, k_cache, v_cache, k=k, v=v, **scales, **options)
+
+
 def few_rows() -> None:
     """One kernel for all gradients: single tiles, and blocks that keep all rows or all keys."""
     shapes = ((7, 700, 16), (300, 7, 16), (49, 49, 32), (100, 333, 32), (200, 200, 32), (32, 257, 64), (16, 16, 72))
@@ -109,7 +127,9 @@ def products() -> None:
         attend(q, k, v, **some)
 
 
-GROUPS: dict[str, Callable[[], None]] = {x.__name__: x for x in (widths, groups, features, pages, few_rows, products)}
+GROUPS: dict[str, Callable[[], None]] = {
+    x.__name__: x for x in (widths, groups, features, pages, eight_bits, few_rows, products)
+}
 
 
 def checked(tool: str, group: str, sanitizer: str) -> dict[str, Any]:

@@ -242,6 +242,7 @@ def backends() -> str:
 
     from flashtile.call.call import DESCRIBED, DIFFERENTIABLE, FEATURES, Features, Needs
     from flashtile.call.device import Device
+    from flashtile.call.eight_bit import EightBit
     from flashtile.call.problem import Pages, Problem
     from flashtile.call.window import Window
     from flashtile.dispatch.planner import SUPPORT
@@ -283,6 +284,10 @@ def backends() -> str:
         "packed sequences": ({"layout": "varlen"}, None),
         "`seqused_q`": ({"layout": "varlen", "seqused_q": True}, None),
         "pages": ({"layout": "paged", "pages": Pages(64, True, True)}, None),
+        "keys and values of 8 bits": (
+            {"layout": "paged", "pages": Pages(64, True, True), "eight_bit": EightBit("e4m3", True, True)},
+            None,
+        ),
     }
     devices = {"cpu": Device("cpu", "a CPU", "x86_64", 8)}
     h200 = Device("cuda", "NVIDIA H200", "sm_90", 132)
@@ -291,6 +296,8 @@ def backends() -> str:
         support, device, problem = SUPPORT[backend], devices.get(backend, h200), replace(plain, **changes)
         if support.declines(problem, device) is not None:
             return "no"
+        if problem.eight_bit is not None:  # which have no gradients in any
+            return "forward"
         needs = Needs(True, True, True, *(name == gradient for name in DIFFERENTIABLE[3:]))
         declines_backward = getattr(support, "declines_backward", lambda *_: None)
         return "yes" if declines_backward(problem, device, needs) is None else "forward"

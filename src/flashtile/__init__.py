@@ -9,6 +9,7 @@ from . import mask_mods, score_mods
 from .api.attention import ExactWindow, attention, attention_varlen, attention_with_kvcache
 from .api.explain import Explanation, explain
 from .api.merge import merge_attention
+from .api.quantize import QuantizedKV, quantize_kv
 from .block_mask import BlockMask
 from .call import sharding as _sharding
 from .call.counting import CallCount, CallCounts, calls
@@ -32,6 +33,7 @@ __all__ = [
     "Explanation",
     "MaskMod",
     "Prepared",
+    "QuantizedKV",
     "ScoreMod",
     "attention",
     "attention_varlen",
@@ -42,6 +44,7 @@ __all__ = [
     "mask_mods",
     "merge_attention",
     "prepare",
+    "quantize_kv",
     "score_mods",
 ]
 

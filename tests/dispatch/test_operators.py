@@ -141,7 +141,8 @@ def test_settings_and_tensors_travel_through_the_schema() -> None:
         names = [argument.name for argument in operators.forward._schema.arguments]
         missing = {*Tensors._fields, *Settings._fields} - set(names)
         missing -= {"leftpad_k", "out"}  # the KV cache's, and that of plain eager calls
-        assert all("seqlen" in name or name in ("seqused_q", "seqused_k", "page_table") for name in missing)
+        of_sequences = ("seqused_q", "seqused_k", "page_table", "k_descale", "v_descale")
+        assert all("seqlen" in name or name in of_sequences for name in missing)
         assert layout == "dense" or not missing
 
 

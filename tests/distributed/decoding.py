@@ -166,6 +166,7 @@ def refused_alone(mesh: DeviceMesh) -> None:
         (cache, {"length": -1}, "length"),
         (cache, {"length": 0}, "as `shard` cuts them"),
         (nothing, {}, "room for at least one key"),
+        (cache.to(torch.float8_e4m3fn), {}, "sharded caches have no scales"),
     ]
     for x, given, words in wrong:
         with pytest.raises(flashtile.ArgumentError, match=words):

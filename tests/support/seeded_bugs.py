@@ -220,13 +220,28 @@ BUGS = (
     Bug(
         "values in another order",
         "call.cache",
-        "tokens_of(cache.v), t.page_table",
-        "tokens_of(cache.v).flip(0), t.page_table",
+        "tokens_of(cache.v), tokens, position",
+        "tokens_of(cache.v).flip(0), tokens, position",
     ),
     Bug("page of a new key off by one", "call.cache", "page_size\n    page =", "page_size + 1\n    page ="),
     Bug("tokens of no sequence appended", "call.cache", "fits = tokens.exists & (column", "fits = (column"),
     Bug("new tokens of wrong sequences", "call.cache", "token, right=True)", "token, right=False)"),
-    Bug("another slot written too", "call.cache", "for cache, new in", "v_pages[0, 0] = 0\n    for cache, new in"),
+    Bug(
+        "another slot written too",
+        "call.cache",
+        "for cache, new, descale, writes in",
+        "pages.v[0, 0] = 0\n    for cache, new, descale, writes in",
+    ),
+    Bug("scales of new tokens not written", "call.cache", "write(descale[0], scale)", "pass"),
+    Bug(
+        "scales ignored", "backend.blockwise.eight_bit", "return tile * scale.transpose(1, 2)[..., None]", "return tile"
+    ),
+    Bug(
+        "scales of the next slot",
+        "call.eight_bit",
+        "return descale[tuple(index)]",
+        "return descale[tuple(index)].roll(1, 0)",
+    ),
     Bug(
         "rotary: the other way",
         "call.cache",
@@ -325,7 +340,7 @@ def caught_by(num_calls: int = NUM_CALLS, module: str = "") -> str | None:
     with one come first.
     """
     numbers = range(num_calls)
-    if module.startswith("call.cache"):
+    if module.startswith("call.cache") or module.endswith("eight_bit"):
         numbers = [*range(NUM_CALLS - NUM_CACHED, NUM_CALLS), *range(NUM_CALLS - NUM_CACHED)]
     for n in numbers:
         case, expected, block, on_device = call(n)

@@ -201,6 +201,8 @@ def attention_varlen(
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     page_table: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     causal: Causal = False,
     window: WindowArgument = None,
     attention_chunk: int | None = None,
@@ -233,7 +235,8 @@ def attention_varlen(
     Args:
         q: queries `[Tq, Hq, D]`: the sequences' tokens one after another; float16, bfloat16, float32 or float64. Rows
             past `cu_seqlens_q[-1]` give 0.
-        k: keys `[Tk, Hkv, D]`, of q's dtype and device; with `page_table`, pages `[num_pages, page_size, Hkv, D]`.
+        k: keys `[Tk, Hkv, D]`, of q's dtype and device; with `page_table`, pages `[num_pages, page_size, Hkv, D]`, in
+            8 bits too.
         v: values `[Tk, Hkv, Dv]`, or pages `[num_pages, page_size, Hkv, Dv]`.
         cu_seqlens_q: int32 or int64 `[B + 1]`, offsets of the sequences in q, starting with 0 and never falling.
         cu_seqlens_k: the same for k; may be `None` if both `page_table` and `seqused_k` are given.
@@ -245,6 +248,9 @@ def attention_varlen(
         seqused_k: int32 or int64 `[B]`, keys of each sequence that exist; the rest are never read.
         page_table: int32 or int64 `[B, max_pages]`: keys `p * page_size` onwards of sequence b are page
             `page_table[b, p]` (Kwon et al., "PagedAttention", section 4.1).
+        k_descale, v_descale: float32, the scales of pages in float8_e4m3fn, float8_e5m2 or int8, which multiply what
+            is read: `[Hkv]`, `[B, Hkv]`, `[num_pages, Hkv]` or `[num_pages, page_size, Hkv]`; 1 if `None`. Such calls
+            have no gradients.
         mask, bias: as in `attention`; tensors are against `[B, Hq, max_seqlen_q, max_seqlen_k]`.
 
     The other arguments: as in `attention`.
@@ -263,6 +269,7 @@ def attention_varlen(
     tensors = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
     tensors |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     tensors |= {"seqused_q": seqused_q, "seqused_k": seqused_k, "page_table": page_table}
+    tensors |= {"k_descale": k_descale, "v_descale": v_descale}
     direct = None
     if out is not None:
         direct = direct_out("attention_varlen", out, q, v, (*tensors.values(), score_mod))
@@ -325,6 +332,8 @@ def attention_with_kvcache(
     rotary_interleaved: bool = True,
     rotary_start: Lengths | None = None,
     rotary_q_fixed: bool = False,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     causal: Causal = False,
     window: WindowArgument = None,
     attention_chunk: int | None = None,
@@ -363,7 +372,8 @@ def attention_with_kvcache(
     Args:
         q: queries `[B, Hq, Sq, D]`, or packed `[Tq, Hq, D]` with `cu_seqlens_q`; float16, bfloat16, float32 or float64.
         k_cache: `[B_cache, Hkv, S_max, D]`, or with `page_table` pages `[num_pages, page_size, Hkv, D]`, of any page
-            size (Kwon et al., "PagedAttention", section 4.1); any strides; q's dtype and device.
+            size (Kwon et al., "PagedAttention", section 4.1); any strides; q's device, and its dtype or float8_e4m3fn,
+            float8_e5m2 or int8, in which new keys are quantized.
         v_cache: the same with Dv.
         cache_seqlens: int32 or int64 `[B]`, as all lengths and indices here, or an int for all; keys in each sequence's
             cache before this call.
@@ -382,6 +392,10 @@ def attention_with_kvcache(
         rotary_start: int32 `[B]`, or an int for all: the position, for rotary alone, of each sequence's first query and
             of its first appended key. `None`: `Sk - Sq` and `cache_seqlens`.
         rotary_q_fixed: turn all queries of a sequence as its first one.
+        k_descale, v_descale: float32, the scales of caches of 8 bits: `k = k_cache * k_descale`; 1 if `None`. One for
+            each head, `[Hkv]` or `[B, Hkv]`, for each page and head, `[num_pages, Hkv]`, or for each token and head,
+            `[B_cache, Hkv, S_max]` or `[num_pages, page_size, Hkv]`: these are computed for new tokens, and written in
+            place.
 
     The other arguments: as in `attention`; `mask` and `bias` broadcast to `[B, H, Sq, S_max]` (pages:
     `max_pages * page_size`).
@@ -404,7 +418,7 @@ def attention_with_kvcache(
         rotary_start = lengths_of("rotary_start", rotary_start, q, cu_seqlens_q)
     cache = CacheTensors(
         k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, leftpad_k, rotary_start, cu_seqlens_k_new, k, v,
-        rotary_cos, rotary_sin,
+        rotary_cos, rotary_sin, k_descale, v_descale,
     )  # fmt: skip
     rotary = rotary_of(rotary_interleaved, rotary_q_fixed)
     tensors = {"q": q, "k": k_cache, "v": v_cache, "mask": mask, "bias": bias}

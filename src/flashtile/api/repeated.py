@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import private_torch
 from ..call import counting, sharding
-from ..call.cache import CacheCall
+from ..call.cache import CacheCall, writes_descales
 from ..call.cache_tensors import CacheTensors
 from ..call.call import Call, Tensors, differentiable_positions, split_row_stats
 from ..call.check_cache import check_writable
@@ -30,6 +30,7 @@ MOST_OF_A_KEY = 16
 NAMED = len(Tensors._fields) - 1  # fields of one tensor
 NUM_CACHE = len(CacheTensors._fields)
 CACHES = itemgetter(*(NAMED + CacheTensors._fields.index(name) for name in ("k_cache", "v_cache")))
+DESCALES = [NAMED + CacheTensors._fields.index(name) for name in ("k_descale", "v_descale")]
 APPENDED = NAMED + CacheTensors._fields.index("k"), NAMED + CacheTensors._fields.index("v")
 
 
@@ -49,15 +50,18 @@ class Repeated:
     """
 
     __slots__ = (
-        "appends", "autocast", "backward", "backward_flat", "deterministic", "entry", "flat", "function", "grad_mode",
-        "guard", "places", "positions", "process_state", "recording", "requires_grad", "return_lse", "rotary", "same",
-        "scalars", "settings", "sources", "state", "tensors", "unique",
+        "appends", "autocast", "backward", "backward_flat", "descales", "deterministic", "entry", "flat", "function",
+        "grad_mode", "guard", "places", "positions", "process_state", "recording", "requires_grad", "return_lse",
+        "rotary", "same", "scalars", "settings", "sources", "state", "tensors", "unique",
     )  # fmt: skip
 
     def __init__(self, function: str, call: Call, values: Sequence[Any], sources: Sources, *, return_lse: bool):
         self.function, self.settings, self.entry, self.return_lse = function, call.settings, call.entry, return_lse
         self.sources = None if sources.only_arguments else sources
         self.rotary = call.rotary if isinstance(call, CacheCall) else None
+        self.descales: list[int] = []  # places of scales that the call writes
+        if isinstance(call, CacheCall):
+            self.descales = [n for n, writes in zip(DESCALES, writes_descales(call.cache), strict=True) if writes]
         self.appends = self.rotary is not None and call.inputs[APPENDED[0]] is not None
         self.scalars = [(n, values[n]) for n in sources.scalars]
         self.tensors, self.places = itemgetter(*sources.arguments), sources.places
@@ -127,7 +131,7 @@ class Repeated:
         if self.appends:
             caches = CACHES(inputs)
             check_writable(self.entry, *caches, *(inputs[n] for n in APPENDED))
-            mark_written(*caches)
+            mark_written(*caches, *(inputs[n] for n in self.descales))
         if self.recording is not None:
             results = self.recording(inputs)
             if results is not None:

@@ -49,6 +49,8 @@ class VarlenKeywords(Keywords, total=False):
     seqused_q: Tensor | None
     seqused_k: Tensor | None
     page_table: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
 
 
 class CacheKeywords(Keywords, total=False):
@@ -67,3 +69,5 @@ class CacheKeywords(Keywords, total=False):
     rotary_interleaved: bool
     rotary_start: Lengths | None
     rotary_q_fixed: bool
+    k_descale: Tensor | None
+    v_descale: Tensor | None

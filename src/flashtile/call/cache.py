@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..persistent import persistent
 from ..private_torch import is_capturing
-from . import device
+from . import device, eight_bit
 from .cache_tensors import CACHE_INDICES, CacheTensors, RotarySettings, appended, count, held, new_offsets
-from .call import INDICES, Call, new_rows, with_copies
+from .call import INDICES, Call, Tensors, new_rows, with_copies
 from .check_cache import check_cache, check_values, check_writable
 from .problem import accumulation_dtype, power_of_two
 
@@ -75,7 +75,8 @@ def paged_call(call: Call, cache: CacheTensors) -> Call:
         check_cache(cache, features)
         if cache.k is not None and cache.v is not None:
             check_writable(entry, cache.k_cache, cache.v_cache, cache.k, cache.v)
-    k_pages, v_pages, table = as_pages(cache, cache.cache_seqlens.shape[0])
+    batch = cache.cache_seqlens.shape[0]
+    k_pages, v_pages, table = as_pages(cache, batch)
     if settings is None:
         settings = call.settings._replace(max_seqlen_k=table.shape[1] * k_pages.shape[1])
         if entry is not None:
@@ -85,7 +86,11 @@ def paged_call(call: Call, cache: CacheTensors) -> Call:
         total = total.long() + appended(cache, features)  # which might not fit into 32 bits
     if device.host_readable(features.q):
         check_values(cache, features, table, k_pages, total)
-    tensors = features._replace(k=k_pages, v=v_pages, seqused_k=total, page_table=table, leftpad_k=cache.leftpad_k)
+    k_descale, v_descale = descales_of_pages(cache, batch)
+    tensors = features._replace(
+        k=k_pages, v=v_pages, seqused_k=total, page_table=table, leftpad_k=cache.leftpad_k, k_descale=k_descale,
+        v_descale=v_descale,
+    )  # fmt: skip
     return Call(tensors, settings, is_plain_eager=call.is_plain_eager)
 
 
@@ -103,8 +108,7 @@ def append_and_rotate(cache_call: CacheCall) -> Call:
         position = held(cache)[tokens.sequence] + tokens.place  # [T]
         turn = position if cache.rotary_start is None else cache.rotary_start[tokens.sequence] + tokens.place
         k = rotated(cache.k, turn, cache, rotary)
-        assert t.page_table is not None
-        append(t.k, t.v, tokens_of(k), tokens_of(cache.v), t.page_table, tokens, position)
+        append(t, tokens_of(k), tokens_of(cache.v), tokens, position, writes_descales(cache))
     if cache.rotary_cos is None:
         return call
     tokens = new_tokens(t.q, t.cu_seqlens_q, batch)
@@ -125,6 +129,31 @@ def as_pages(cache: CacheTensors, batch: int) -> tuple[Tensor, Tensor, Tensor]:
     rows = cache.cache_batch_idx
     table = rows_in_order(batch, cache.k_cache.device) if rows is None else rows[:, None]
     return cache.k_cache.transpose(1, 2), cache.v_cache.transpose(1, 2), table
+
+
+def descales_of_pages(cache: CacheTensors, batch: int) -> tuple[Tensor | None, Tensor | None]:
+    """The scales of k and v as views `[B|1, num_pages|1, page_size|1, Hkv]`."""
+    paged = cache.page_table is not None
+    k, v = (
+        None if x is None else eight_bit.scales_of_pages(x, cache.k_cache, batch, paged=paged)
+        for x in (cache.k_descale, cache.v_descale)
+    )
+    return k, v
+
+
+def writes_descales(cache: CacheTensors) -> tuple[bool, bool]:
+    """Whether an append writes the scales of k and of v: they have one for each token and head."""
+    k, v = (
+        cache.k is not None and x is not None and eight_bit.is_by_token(x, cache.k_cache)
+        for x in (cache.k_descale, cache.v_descale)
+    )
+    return k, v
+
+
+def written_descales(cache: CacheTensors) -> list[Tensor]:
+    """The scales that an append writes."""
+    descales = zip((cache.k_descale, cache.v_descale), writes_descales(cache), strict=True)
+    return [x for x, writes in descales if x is not None and writes]
 
 
 def rows_of_table(table: Tensor, rows: Tensor) -> Tensor:
@@ -194,12 +223,15 @@ def rotated(x: Tensor, position: Tensor, cache: CacheTensors, rotary: RotarySett
 
 
 def append(
-    k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, table: Tensor, tokens: NewTokens, position: Tensor
+    pages: Tensors, k: Tensor, v: Tensor, tokens: NewTokens, position: Tensor, writes_descale: tuple[bool, bool]
 ) -> None:
-    """Write tokens `k [T, Hkv, D]`, `v [T, Hkv, Dv]` at their positions. What has no place in the cache is dropped:
-    its write becomes a second copy of one that has a place, or of what stands there already.
+    """Write tokens `k [T, Hkv, D]`, `v [T, Hkv, Dv]` at their positions in `pages`, quantized if those have 8 bits.
+    What has no place in the cache is dropped: its write becomes a second copy of one that has a place, or of what
+    stands there already.
     """
-    num_pages, page_size = k_pages.shape[:2]
+    table = pages.page_table
+    assert table is not None
+    num_pages, page_size = pages.k.shape[:2]
     if k.shape[0] == 0 or num_pages == 0 or table.numel() == 0:
         return
     column = position // page_size
@@ -208,6 +240,22 @@ def append(
     page, slot = page.clamp(0, num_pages - 1), position % page_size
     substitute = fits.int().argmax(dim=0, keepdim=True)  # [1] the first token that fits, if any does, else token 0
     page, slot = (torch.where(fits, x, x[substitute]) for x in (page, slot))
-    for cache, new in ((k_pages, k), (v_pages, v)):
+
+    def write(cache: Tensor, new: Tensor) -> None:
+        own = fits.view(-1, *[1] * (new.dim() - 1))
         other = torch.where(fits.any(), new[substitute], cache[page[:1], slot[:1]])  # [1, Hkv, D]
-        cache.index_put_((page, slot), torch.where(fits[:, None, None], new, other))
+        cache.index_put_((page, slot), torch.where(own, new, other))
+
+    for cache, new, descale, writes in (
+        (pages.k, k, pages.k_descale, writes_descale[0]),
+        (pages.v, v, pages.v_descale, writes_descale[1]),
+    ):
+        if not eight_bit.is_eight_bit(cache):
+            write(cache, new)
+            continue
+        scale: Tensor | float = eight_bit.number(descale, tokens.sequence, page, slot)  # [T, Hkv]
+        if descale is not None and writes:
+            scale = eight_bit.own_scales(new, cache.dtype)
+            write(descale[0], scale)
+        scale = scale[..., None] if isinstance(scale, Tensor) else scale
+        write(eight_bit.bits(cache), eight_bit.bits(eight_bit.quantize(new, scale, cache.dtype)))

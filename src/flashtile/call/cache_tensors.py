@@ -27,6 +27,8 @@ class CacheTensors(NamedTuple):
     v: Tensor | None = None
     rotary_cos: Tensor | None = None  # [S_rotary, rotary_dim / 2]
     rotary_sin: Tensor | None = None
+    k_descale: Tensor | None = None  # float32, of caches of 8 bits; `eight_bit` has their shapes
+    v_descale: Tensor | None = None
 
 
 CACHE_INDICES = slice(CacheTensors._fields.index("cache_seqlens"), CacheTensors._fields.index("cu_seqlens_k_new") + 1)

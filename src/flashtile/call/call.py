@@ -14,7 +14,9 @@ from . import device
 from .features import (
     BOOL,
     DENSE,
+    DESCALE,
     INDEX,
+    OF_PAGES,
     PACKED,
     PAIRS,
     PER_HEAD,
@@ -58,6 +60,9 @@ class Tensors(NamedTuple):
     seqused_k: Annotated[Tensor | None, Feature((("B",),), INDEX, layouts=(VARLEN,))] = None
     page_table: Annotated[Tensor | None, Feature((("B", "max_pages"),), INDEX, layouts=(VARLEN,))] = None
     leftpad_k: Annotated[Tensor | None, Feature((("B",),), INDEX, layouts=(), public=False)] = None  # a cache's
+    # Scales of pages of 8 bits. Those of a KV cache are views `[B|1, num_pages|1, page_size|1, Hkv]`.
+    k_descale: Annotated[Tensor | None, Feature(OF_PAGES, DESCALE, layouts=(VARLEN,))] = None
+    v_descale: Annotated[Tensor | None, Feature(OF_PAGES, DESCALE, layouts=(VARLEN,))] = None
     # Preallocated, in q's dtype; for calls that bypass the operators. In the accumulation dtype, out is not rounded.
     out: Annotated[Tensor | None, Feature(layouts=(), public=False)] = None
     score_mod_tensors: Sequence[Tensor] = ()  # all that are captured: those of score_mod, then those of a mask function

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..errors import ArgumentError
 from ..expression import Formula
 from ..expression.program import type_of
-from . import device
+from . import device, eight_bit
 from .advice import broadcasts_to, layout_example, pairs_example
 from .call import FEATURES, Call, Tensors
 from .features import BOOL, INDEX, INDEX_DTYPES, SCORES, one_of
@@ -86,9 +86,13 @@ def tensors(call: Call) -> None:
     ):
         if x.dim() != rank:
             fail_in_layout(name, x, f"{rank} dimensions, {shape}")
-        if x.dtype not in DTYPES:
-            fail(name, x, "float16, bfloat16, float32 or float64")
-        if x.dtype != t.q.dtype:
+        if name != "q" and layout == "paged" and eight_bit.is_eight_bit(t.k):
+            if x.dtype != t.k.dtype:
+                fail(name, x, f"the dtype of k, {t.k.dtype}")
+        elif x.dtype not in DTYPES:
+            of_pages = "; pages and KV caches also " + eight_bit.DTYPES_IN_WORDS
+            fail(name, x, "float16, bfloat16, float32 or float64" + of_pages * (name != "q"))
+        elif x.dtype != t.q.dtype:
             fail(name, x, f"the dtype of q, {t.q.dtype}")
         if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
             fail(name, x, f"a head dimension (the last) of 1 to {MAX_HEAD_DIM}")
@@ -106,6 +110,46 @@ def tensors(call: Call) -> None:
         fail("v", t.v, f"the shape of k up to the last dimension, {list(t.k.shape[:-1])}")
     if layout == "paged" and t.k.shape[1] == 0:
         fail("k", t.k, "pages of at least one key, [num_pages, page_size, Hkv, D]")
+
+
+def descales(call: Call, batch: int) -> tuple[Tensor | None, Tensor | None]:
+    """The scales of pages of 8 bits, as views `[B|1, num_pages|1, page_size|1, Hkv]`."""
+    t = call.tensors
+    views = []
+    for name in eight_bit.DESCALES:
+        x = getattr(t, name)
+        if x is not None and call.layout != "paged":
+            raise ArgumentError(
+                name, x, "None without a page_table: scales are those of pages of 8 bits", EXAMPLES["paged"]
+            )
+        views.append(None if x is None else descale(name, x, t.k, batch, paged=True, example=EXAMPLES["paged"]))
+    k, v = views
+    return k, v
+
+
+def descale(name: str, x: Tensor, cache: Tensor, batch: int, *, paged: bool, example: str) -> Tensor:
+    """The scales of a cache of 8 bits, as a view."""
+    if not eight_bit.is_eight_bit(cache):
+        accepted = f"None for keys of {cache.dtype}: scales are those of {eight_bit.DTYPES_IN_WORDS}"
+        raise ArgumentError(name, x, accepted, example)
+    if x.dtype != torch.float32:
+        raise ArgumentError(name, x, eight_bit.shapes_in_words(paged=paged), example)
+    if eight_bit.is_ambiguous(x, cache, batch, paged=paged):
+        accepted = (
+            f"[num_pages, 1, Hkv] for scales of pages or [B, 1, 1, Hkv] for scales of sequences, as there are {batch} "
+            "of both"
+        )
+        raise ArgumentError(name, x, accepted, example)
+    view = eight_bit.scales_of_pages(x, cache, batch, paged=paged)
+    if view is None:
+        heads, pages = cache.shape[2 if paged else 1], cache.shape[0]
+        sizes = f"B = {batch}, Hkv = {heads}, " + (
+            f"num_pages = {pages}, page_size = {cache.shape[1]}"
+            if paged
+            else f"B_cache = {pages}, S_max = {cache.shape[2]}"
+        )
+        raise ArgumentError(name, x, f"{eight_bit.shapes_in_words(paged=paged)} with {sizes}", example)
+    return view
 
 
 def broadcasts(call: Call, batch: int, seqlen_q: int, seqlen_k: int) -> None:

@@ -8,7 +8,8 @@ from torch import Tensor
 from ..errors import ArgumentError
 from .cache_tensors import EXAMPLE, CacheTensors, appended, count
 from .call import Tensors
-from .check import memory, offsets, pages
+from .check import descale, memory, offsets, pages
+from .eight_bit import DESCALES, DTYPES_IN_WORDS, is_by_token, is_eight_bit
 from .features import INDEX_DTYPES
 from .overlap import apart, overlap, overlaps_itself
 from .written import is_frozen
@@ -119,8 +120,10 @@ def check_cache(cache: CacheTensors, features: Tensors) -> None:
     for name, x, dim in (("k_cache", cache.k_cache, "D"), ("v_cache", cache.v_cache, "Dv")):
         if x.dim() != 4 or x.shape[:3] != cache.k_cache.shape[:3]:
             fail(name, f"{layout.format(dim)}, alike for k and v")
-        if x.dtype != q.dtype:
-            fail(name, f"the dtype of q, {q.dtype}")
+        if x.dtype != q.dtype and not is_eight_bit(cache.k_cache):
+            fail(name, f"the dtype of q, {q.dtype}, or one of 8 bits: {DTYPES_IN_WORDS}")
+        if x.dtype != cache.k_cache.dtype:
+            fail(name, f"the dtype of k_cache, {cache.k_cache.dtype}")
     if cache.k_cache.shape[1 if paged else 2] == 0:
         fail("k_cache", f"{layout.format('D')} with room for at least one key")
     if cache.k_cache.shape[-1] != q.shape[-1]:
@@ -138,6 +141,11 @@ def check_cache(cache: CacheTensors, features: Tensors) -> None:
             fail(name, f"int32 (or int64), {rank} dimension{'s' * (rank > 1)}, the first {n}")
     if not paged and cache.cache_batch_idx is None and cache.k_cache.shape[0] < batch:
         fail("k_cache", f"at least {batch} rows, or cache_batch_idx")
+    for name in DESCALES:
+        if (x := getattr(cache, name)) is not None:
+            descale(name, x, cache.k_cache, batch, paged=paged, example=EXAMPLE)
+            if cache.k is not None and is_by_token(x, cache.k_cache):
+                check_written_descale(name, x)
     if (cache.k is None) != (cache.v is None):
         fail("k" if cache.k is None else "v", "both k and v, or neither")
     if cache.k is not None and cache.v is not None:
@@ -156,6 +164,16 @@ def check_cache(cache: CacheTensors, features: Tensors) -> None:
             fail(name, f"[S_rotary, rotary_dim / 2] with rotary_dim at most {q.shape[-1]}, alike for cos and sin")
         if x.dtype not in (q.dtype, torch.float32):
             fail(name, f"dtype {q.dtype} or float32")
+
+
+def check_written_descale(name: str, x: Tensor) -> None:
+    """Whether the scales of new tokens can be written."""
+    if is_frozen(x):
+        accepted = "a tensor made outside of torch.inference_mode(), when appending; or a call inside it"
+        raise ArgumentError(name, x, accepted, EXAMPLE)
+    if overlaps_itself(x):
+        accepted = f"scales of which no two share memory, when appending; its strides are {x.stride()}"
+        raise ArgumentError(name, x, accepted, EXAMPLE)
 
 
 def check_appended(cache: CacheTensors, features: Tensors, heads_kv: int, batch: int) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import ArgumentError
 from .call import DIFFERENTIABLE, Call, Needs, differentiable_positions, lse_shape, row_stats_shape
 from .check import EXAMPLES, memory, name_of_captured
+from .eight_bit import is_eight_bit
 from .problem import accumulation_dtype
 
 
@@ -23,6 +24,9 @@ def check_needs(call: Call, needs: Sequence[bool]) -> Needs:
     flat, first_of_mask = call.tensors.flat(), len(DIFFERENTIABLE) + call.num_score_tensors
     captured = [name_of_captured(call, n) for n in range(len(call.tensors.score_mod_tensors))]
     names, example = (*DIFFERENTIABLE, *captured), EXAMPLES[call.layout]
+    if any(needs) and is_eight_bit(call.tensors.k):
+        accepted = "the dtype of q where a gradient is requested; k and v of 8 bits inside `with torch.no_grad():`"
+        raise ArgumentError("k", call.tensors.k, accepted, example)
     if len(needs) != len(names):
         raise ArgumentError("needs", list(needs), f"{len(names)} bools, for {', '.join(names)}", example)
     for n, (name, position) in enumerate(zip(names, differentiable_positions(len(flat)), strict=True)):

@@ -20,11 +20,13 @@ SCORES = "scores"  # dtype: q's, or float32
 BOOL = "bool"
 INDEX = "index"  # int32 or int64
 SEED = "seed"  # int64
+DESCALE = "descale"  # float32
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 PAIRS = ("B|1", "H|1", "Sq|1", "Sk|1")  # n|1: a dimension that may be broadcast
 PER_HEAD = ("H",)
 PER_SEQUENCE_AND_HEAD = ("B", "H")
+OF_PAGES = (("Hkv",), ("B", "Hkv"), ("num_pages", "Hkv"), ("num_pages", "page_size", "Hkv"))
 
 # An empty list is `None` for operators: AOTInductor passes it as such (torch 2.13), which `Tensor[]` does not take, and
 # traces of TorchScript have no `Tensor?[]`.
@@ -49,7 +51,8 @@ class Feature(NamedTuple):
     def dtypes(self, of_q: torch.dtype) -> tuple[torch.dtype, ...]:
         if self.dtype == SCORES:
             return tuple({of_q, torch.float32})
-        return {BOOL: (torch.bool,), INDEX: INDEX_DTYPES, SEED: (torch.int64,)}[self.dtype]
+        others = {BOOL: (torch.bool,), INDEX: INDEX_DTYPES, SEED: (torch.int64,), DESCALE: (torch.float32,)}
+        return others[self.dtype]
 
     @property
     def broadcasts(self) -> bool:

@@ -6,8 +6,9 @@ from typing import NamedTuple, overload
 import torch
 
 from ..expression import Formula, Untraced, mask_mod_formula, score_mod_formula
-from . import check
+from . import check, eight_bit
 from .call import Call, Features
+from .eight_bit import EightBit
 from .memory import address
 from .window import Window
 
@@ -78,6 +79,7 @@ class Problem:
     deterministic: bool
     alignment: int  # bytes that divide every stride and base address of q, k and v, at most 16
     octet_start: int = 0  # with dropout: the first key's place among the eight that share a counter
+    eight_bit: EightBit | None = None  # keys and values of 8 bits
     fine: Counts | None = None  # counts of a bucket: rounded less than the others
 
     @classmethod
@@ -101,6 +103,7 @@ class Problem:
             batch, seqlen_q, seqlen_k = check.varlen_bounds(call)
             num_heads_kv = t.k.shape[-2]
         check.broadcasts(call, batch, seqlen_q, seqlen_k)
+        descales = check.descales(call, batch)
         score_mod = None if s.score_mod is None else score_mod_formula(s.score_mod)
         mask_mod = None if s.mask_mod is None else mask_mod_formula(s.mask_mod)
         for formula in (score_mod, mask_mod):
@@ -129,6 +132,7 @@ class Problem:
             deterministic=s.deterministic,
             alignment=alignment(t.q, t.k, t.v),
             octet_start=s.j0 % OCTET if s.dropout_p > 0 else 0,
+            eight_bit=eight_bit.describe(t.k, *descales),
         )
 
     @property

@@ -21,6 +21,8 @@ def in_words(problem: Problem, *, lengths: bool = True) -> str:
         features.append(f"chunks of {p.window.chunk}")
     if not p.window._replace(chunk=None).unlimited:
         features.append(f"window ({p.window.left}, {p.window.right}){' top-left causal' * p.window.top_left}")
+    if p.eight_bit is not None:
+        dtype += f" with {p.eight_bit.format} keys and values"
     return f"{p.layout} {dtype}, batch {p.batch}, heads {heads}, {seqlen}head_dim {dim}" + "".join(
         f", {feature}" for feature in features
     )

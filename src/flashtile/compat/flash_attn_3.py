@@ -1,6 +1,6 @@
 """The interface of FlashAttention-3, module `flash_attn_interface` (Shah et al., 2024), by flashtile.
 
-Names, order and defaults of arguments, shapes and results are the original's. fp8 and `qv` are declined. Settings
+Names, order and defaults of arguments, shapes and results are the original's. q in fp8 and `qv` are declined. Settings
 of its scheduler are accepted and ignored.
 """
 
@@ -201,7 +201,9 @@ def flash_attn_with_kvcache(
         rotary_seqlens: integers `[B]`, rotary positions of the first token, in place of `cache_seqlens`.
 
     The other arguments: as in `flashtile.compat.flash_attn.flash_attn_with_kvcache`, where `block_table` is
-    called `page_table`, and as in `flash_attn_func`. `scheduler_metadata` is accepted and ignored.
+    called `page_table`, and as in `flash_attn_func`. Caches of 8 bits, float8_e4m3fn as the original's or others of
+    flashtile's, are read under q of 16 bits, with `k_descale` and `v_descale` `[B, Hkv]`.
+    `scheduler_metadata` is accepted and ignored.
 
     Returns:
         `out` in the shape of q with Dv; with `return_softmax_lse` `(out, softmax_lse, out_accum, softmax_lse_accum)`:
@@ -213,7 +215,8 @@ def flash_attn_with_kvcache(
         AttentionError: a tensor requires a gradient outside of `torch.no_grad()`: there are no derivatives.
     """
     if not (qv is q_descale is k_descale is v_descale is None):  # which takes less time than the answer
-        decline(CACHE, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+        of_keys = {} if k_cache.element_size() == 1 else {"k_descale": k_descale, "v_descale": v_descale}
+        decline(CACHE, qv=qv, q_descale=q_descale, **of_keys)
     out, lse = attend_with_cache(
         q,
         k_cache,
@@ -237,8 +240,15 @@ def flash_attn_with_kvcache(
         attention_chunk=attention_chunk,
         softcap=softcap,
         num_splits=num_splits,
+        k_descale=of_sequences(k_descale),
+        v_descale=of_sequences(v_descale),
     )
     return (out, lse, lse.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
+
+
+def of_sequences(descale: Tensor | None) -> Tensor | None:
+    """Scales `[B, Hkv]` of sequences, which no number of pages makes scales of pages."""
+    return descale[:, None, None] if descale is not None and descale.dim() == 2 else descale
 
 
 def get_scheduler_metadata(

@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import private_torch
 from ..call.call import Call, Tensors, differentiable_positions, public_lse, split_row_stats
 from ..call.eager import in_forward_mode
+from ..call.eight_bit import is_eight_bit
 from ..dynamo import untraced
 from ..errors import AttentionError
 from . import batched, fast_path, operators
@@ -40,6 +41,8 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
 
 def attend_with_row_stats(call: Call) -> tuple[Tensor, Tensor]:
     """As `attend`, with the residual of `lse` where that is kept."""
+    if is_eight_bit(call.tensors.k):
+        refuse_derivatives_of_eight_bits(call)
     if fast_path.bypasses_dispatcher(call):
         if torch.is_grad_enabled() and requires_grad(flat := call.tensors.flat()):
             return attend_with_gradients(call, flat)
@@ -56,6 +59,15 @@ def attend_with_row_stats(call: Call) -> tuple[Tensor, Tensor]:
         if private_torch.maybe_current_level() is not None or requires_grad(flat):
             return applied(Attention, call, *flat)
     return operator.forward(*operator.arguments(call))
+
+
+def refuse_derivatives_of_eight_bits(call: Call) -> None:
+    if in_forward_mode() or (torch.is_grad_enabled() and requires_grad(call.tensors.flat())):
+        raise AttentionError(
+            f"keys and values of {call.tensors.k.dtype} have no derivatives, and an argument requires a gradient or "
+            "forward mode is active.\n"
+            "  accepted: a call inside `with torch.no_grad():`; for training, k and v in the dtype of q"
+        )
 
 
 def operator_differentiates() -> bool:

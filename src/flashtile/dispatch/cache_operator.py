@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.library import register_fake, register_vmap
 
 from .. import private_torch
-from ..call.cache import CacheCall
+from ..call.cache import CacheCall, written_descales
 from ..call.cache_tensors import CacheTensors, RotarySettings
 from ..call.call import FEATURES as FEATURES_OF_CALLS
 from ..call.call import SETTINGS, Call, Settings, Tensors, lse_shape, new_rows, public_lse
@@ -28,12 +28,13 @@ from .operators import LIBRARY, check_numbers, run_forward
 
 NAME = "attention_with_kvcache"
 OPTIONAL_CACHE = CacheTensors._fields[3:]
+WRITTEN = {"k_descale": "(c!)", "v_descale": "(d!)"}  # where scales are those of tokens
 FEATURES = ["cu_seqlens_q", *(name for name, x in FEATURES_OF_CALLS.items() if CACHE in x.layouts and x.dtype != INDEX)]
 OF_CACHE = [field for field in SETTINGS if field.in_layout(CACHE)]
 SCHEMA = ", ".join(
     (
         "Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens",
-        *(f"Tensor? {name}" for name in (*OPTIONAL_CACHE, *FEATURES)),
+        *(f"Tensor{WRITTEN.get(name, '')}? {name}" for name in (*OPTIONAL_CACHE, *FEATURES)),
         f"{TENSOR_LIST} score_mod_tensors",
         *(f"bool rotary_{name}" for name in RotarySettings._fields),
         *(field.schema(CACHE) for field in OF_CACHE),
@@ -110,7 +111,7 @@ def run_with_cache(call: CacheCall) -> tuple[Tensor, Tensor]:
     if call.entry is not None and call.entry.paged is not None:  # else the checks of a new layout do
         check_writable(call.entry, cache.k_cache, cache.v_cache, cache.k, cache.v)
     results = public_lse(call, run_forward(call))
-    mark_written(cache.k_cache, cache.v_cache)
+    mark_written(cache.k_cache, cache.v_cache, *written_descales(cache))
     return results
 
 

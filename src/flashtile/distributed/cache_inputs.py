@@ -12,6 +12,7 @@ from ..call.cache import CacheCall, as_pages
 from ..call.cache_tensors import CACHE_INDICES, CacheTensors, appended
 from ..call.call import Call, with_copies
 from ..call.check_cache import check_cache, check_values, check_writable
+from ..call.eight_bit import is_eight_bit
 from ..call.problem import Problem
 from ..call.sharding import is_dtensor
 from ..dispatch import fast_path
@@ -61,6 +62,9 @@ def normalized(tensors: dict[str, Any], cache: CacheTensors, keywords: dict[str,
     for name, x in (*tensors.items(), *cache._asdict().items()):
         if is_dtensor(x):
             raise ArgumentError(name, x, "a tensor of this rank, no DTensor: `x.to_local()`", EXAMPLE)
+    for name, x in (("k_cache", cache.k_cache), ("v_cache", cache.v_cache)):
+        if isinstance(x, Tensor) and is_eight_bit(x):
+            raise ArgumentError(name, x, "the dtype of q: sharded caches have no scales", EXAMPLE)
     if tensors["mask"] is not None and not isinstance(tensors["mask"], Tensor):
         raise ArgumentError("mask", tensors["mask"], "a bool tensor, with the keys of all ranks", EXAMPLE)
     if not isinstance(cache.cache_seqlens, Tensor):

@@ -130,11 +130,12 @@ class Attention(nn.Module):
                 q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             out = attention(q, k, v, **self.settings, **more)
         else:
-            if cache.k.dtype != k.dtype:
+            if cache.k.dtype != k.dtype and cache.k_descale is None:
                 accepted = f"one of {k.dtype}, as the projections are here (torch.autocast counts)"
                 raise ArgumentError("cache", cache.k, accepted, f"layer.new_cache(batch, length, dtype={k.dtype})")
             tables = {"rotary_cos": cache.cos, "rotary_sin": cache.sin, "rotary_interleaved": False}
             where = {"cache_seqlens": cache.lengths, "k": k, "v": v}
+            where |= {"k_descale": cache.k_descale, "v_descale": cache.v_descale}
             out = attention_with_kvcache(q, cache.k, cache.v, **where, **tables, **self.settings, **more)
             cache.lengths.add_(x.shape[1])
         return self.out_proj(out.transpose(1, 2).flatten(2))
@@ -155,17 +156,21 @@ class Attention(nn.Module):
             batch: sequences.
             length: tokens that each has room for.
             dtype: the projected tokens' where the layer is called; `None` is the dtype of the weights, or
-                autocast's inside of `torch.autocast`.
+                autocast's inside of `torch.autocast`. float8_e4m3fn, float8_e5m2 and int8 have a scale for each token
+                and head.
         """
         weight = self.k_proj.weight
         if dtype is None:
             dtype = self.k_proj(weight.new_empty(0, weight.shape[1])).dtype  # under autocast as here
         size = batch, self.num_kv_heads, length, self.head_dim
         k, v = (weight.new_zeros(size, dtype=dtype) for _ in range(2))
+        descales: tuple[Tensor | None, Tensor | None] = (None, None)
+        if k.element_size() == 1:
+            descales = k.new_ones(size[:-1], dtype=torch.float32), k.new_ones(size[:-1], dtype=torch.float32)
         tables: tuple[Tensor | None, Tensor | None] = (None, None)
         if self.rotary_dim:
             tables = rotary_tables(length, self.rotary_dim, self.rotary_base, weight.device)
-        return Cache(k, v, torch.zeros(batch, dtype=torch.int32, device=weight.device), *tables)
+        return Cache(k, v, torch.zeros(batch, dtype=torch.int32, device=weight.device), *tables, *descales)
 
     def extra_repr(self) -> str:
         heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"

@@ -42,6 +42,7 @@ WIDE_FLOAT32_DIMS, WIDE_DIMS = (160, 256, 512), (512,)  # of calls whose product
 DECODE_HEADS = ((8, 8), (32, 8), (64, 8), (16, 2), (71, 1))  # query and key heads: groups of 1, 4, 8 and more
 BATCHES = (1, 2, 4, 8, 16, 32, 64)  # with different splits of the keys
 PAGE_SIZES = (16, 256)
+EIGHT_BITS = (torch.float8_e4m3fn, torch.int8)  # caches
 
 
 class StandardCall(NamedTuple):
@@ -63,6 +64,7 @@ def standard_calls() -> Iterator[StandardCall]:
         yield from just_over_a_wave(dtype)
         yield from with_features(dtype)
         yield from decoding(dtype)
+        yield from decoding_eight_bits(dtype)
         yield from paged_prefill(dtype)
         yield from wide(WIDE_DIMS, dtype)
     yield from float32()
@@ -188,6 +190,25 @@ def decoding(dtype: torch.dtype) -> Iterator[StandardCall]:
             pages = {"page_table": empty(batch, seqlen // page_size, dtype=torch.int32)}
             k, v = (empty(batch * seqlen // page_size, page_size, heads[1], dim, dtype=dtype) for _ in range(2))
             yield from cached(q, k, v, pages, {"causal": True})
+
+
+def decoding_eight_bits(dtype: torch.dtype) -> Iterator[StandardCall]:
+    """One new token for each sequence, over dense caches and pages of 8 bits, read and appended to."""
+    for of_cache, heads, batch, page_size in itertools.product(EIGHT_BITS, ((8, 8), (32, 8)), (1, 8, 64), (None, 16)):
+        if page_size is None:
+            shape, pages = (batch, heads[1], LONG, 128), {}
+        else:
+            shape = batch * LONG // page_size, page_size, heads[1], 128
+            pages = {"page_table": empty(batch, LONG // page_size, dtype=torch.int32)}
+        arguments = {f"{x}_cache": empty(*shape, dtype=of_cache) for x in "kv"}
+        arguments |= {
+            "q": empty(batch, heads[0], 1, 128, dtype=dtype),
+            "cache_seqlens": empty(batch, dtype=torch.int32),
+        }
+        new = {x: empty(batch, heads[1], 1, 128, dtype=dtype) for x in "kv"}
+        for of_scales, more in itertools.product((heads[1:], shape[:3]), ({}, new)):
+            scales = {f"{x}_descale": empty(*of_scales) for x in "kv"}
+            yield StandardCall("attention_with_kvcache", arguments | pages | scales | more | {"causal": True})
 
 
 def cached(

@@ -53,7 +53,10 @@ def digest(results: Mapping[str, Tensor]) -> bytes:
     """Hash of all bits; all NaN count as one."""
     hasher = hashlib.blake2b(digest_size=16)
     for name in sorted(results):
-        x = results[name].detach().cpu().nan_to_num(nan=12345.0, posinf=torch.inf, neginf=-torch.inf)
+        x = results[name].detach().cpu()
+        if x.is_floating_point() and x.itemsize == 1:
+            x = x.float()
+        x = x.nan_to_num(nan=12345.0, posinf=torch.inf, neginf=-torch.inf)
         hasher.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
         hasher.update(x.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).numpy().data)
     return hasher.digest()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .poison import Guarded, with_guard_bands
 
-CACHES = ("k_cache", "v_cache")
+CACHES = ("k_cache", "v_cache", "k_descale", "v_descale")  # what a call may write
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Case:
             arguments["mask"] = mask.public()
         if isinstance(arguments.get("window"), ExactSides):
             arguments["window"] = flashtile.ExactWindow(*arguments["window"])
-        caches = {name: with_guard_bands(arguments[name]) for name in CACHES if name in arguments}
+        caches = {name: with_guard_bands(arguments[name]) for name in CACHES if arguments.get(name) is not None}
         arguments |= {name: guarded.tensor for name, guarded in caches.items()}
         out, lse = getattr(flashtile, self.function)(**arguments, return_lse=True, backend=backend, **options)
         results = {"out": out.detach(), "lse": lse.detach()} | contents(caches)

@@ -11,6 +11,7 @@ import torch
 
 from .case import Case
 from .draw import NAN, Draw, Values
+from .eight_bit import maybe_eight_bits
 from .generate_cache import cache_case
 from .hopper_draw import HopperDraw, for_hopper, is_for_hopper
 from .layouts import expanded_cotangent
@@ -56,7 +57,7 @@ def _made(draw: Draw, function: str | None) -> Case:
     function = function or draw.pick({"attention": 6, "attention_varlen": 4, "attention_with_kvcache": 3})
     if function not in makers:
         raise ValueError(f"function is {function!r}, should be one of {', '.join(map(repr, makers))}")
-    case = makers[function](draw)
+    case = maybe_eight_bits(makers[function](draw), draw)
     return replace(case, arguments=draw.wide_indices(case.arguments), description="")
 
 

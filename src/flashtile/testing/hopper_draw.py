@@ -34,7 +34,7 @@ def is_for_hopper(seed: int, dtypes: tuple[torch.dtype, ...]) -> bool:
 class HopperDraw(Draw):
     """The choices of one such problem."""
 
-    left_out = frozenset({"seqused_q", "leftpad_k", "attention_chunk"})
+    left_out = frozenset({"seqused_q", "leftpad_k", "attention_chunk", "eight bits"})
     page_sizes = tuple(PAGE_STEP * n for n in (1, 2, 2, 3, 4, 8))
 
     def __init__(self, *arguments: Any) -> None:

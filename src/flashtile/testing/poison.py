@@ -75,7 +75,7 @@ class Guarded:
 
     def intact(self) -> bool:
         """Whether the poison outside of the tensor is unchanged."""
-        value = poison_value(self.tensor.dtype)
+        value = poison_value(self.buffer.dtype)
         outside = self.buffer.clone()
         inside = outside.as_strided(self.tensor.shape, self.tensor.stride(), self.tensor.storage_offset())
         each_once(inside).fill_(value)
@@ -84,12 +84,15 @@ class Guarded:
 
 def with_guard_bands(values: Tensor, band: int = 1024) -> Guarded:
     """A copy of `values` with the same strides, `band` elements of poison on both sides."""
+    dtype = values.dtype
+    if dtype.is_floating_point and dtype.itemsize == 1:  # by bits, which are NaN as floats
+        values = values.view(torch.uint8)
     extent = 1 + sum((n - 1) * stride for n, stride in zip(values.shape, values.stride(), strict=True))
     extent = extent if values.numel() else 0
     buffer = torch.full((extent + 2 * band,), poison_value(values.dtype), dtype=values.dtype, device=values.device)
     tensor = buffer.as_strided(values.shape, values.stride(), band)
     each_once(tensor).copy_(each_once(values))
-    return Guarded(tensor, buffer)
+    return Guarded(tensor.view(dtype), buffer)
 
 
 def each_once(x: Tensor) -> Tensor:

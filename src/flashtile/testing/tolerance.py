@@ -63,6 +63,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def bound(expected: Expected, dtype: torch.dtype) -> Tensor:
     """Largest permitted |x - ref| for each element, float64; `dtype` is q's."""
+    if expected.exact is not None and expected.exact.all():  # the dtype may be one of integers
+        return torch.zeros_like(expected.reference)
     limit = rounding_bound(expected, dtype)
     limit = limit if expected.slack is None else limit + expected.slack
     return limit if expected.exact is None else limit.where(~expected.exact, 0.0)
@@ -103,7 +105,8 @@ def worst(actual: Tensor, expected: Expected, dtype: torch.dtype, name: str = ""
     # Where the reference is finite the bound has to be, also if the result happens to be right.
     ratio = torch.where(want.isfinite() & ~limit.isfinite(), UNMATCHED, ratio)
     # A finite reference beyond the result's range may come out as that infinity.
-    beyond = limit.isfinite() & (want.abs() + limit >= torch.finfo(expected.dtype).max)
+    largest = torch.finfo(expected.dtype).max if expected.dtype.is_floating_point else math.inf
+    beyond = limit.isfinite() & (want.abs() + limit >= largest)
     ratio = torch.where(beyond & got.isinf() & (got.sign() == want.sign()), 0.0, ratio)
     same_special = (got.isnan() & want.isnan()) | (want.isinf() & (got == want))
     if expected.loose is not None:

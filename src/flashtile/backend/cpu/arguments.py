@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...call import eight_bit
 from ...call.call import HEAD_TERMS, Call, Needs, Tensors, split_row_stats
 from ...call.formulas import mask_formula, score_formula
 from ...call.problem import accumulation_dtype
@@ -56,7 +57,34 @@ def variant_of(call: Call, target: Target, rows: int) -> Variant:
         wide=needs_wide_offsets(t.score_mod_tensors),
         dropout=s.dropout_p > 0,
         chunk=s.attention_chunk is not None,
-    )
+        keys=eight_bit.FORMATS.get(t.k.dtype),
+    )._replace(**scale_kinds(call))
+
+
+def descales(call: Call) -> dict[str, Tensor]:
+    """The scales of keys and values of 8 bits, as views `[B|1, num_pages|1, page_size|1, Hkv]`."""
+    t, found = call.tensors, {}
+    for name, x in (("k_descale", t.k_descale), ("v_descale", t.v_descale)):
+        if x is not None and t.page_table is not None:
+            view = eight_bit.scales_of_pages(x, t.k, t.page_table.shape[0], paged=True)
+            assert view is not None
+            found[name] = view
+    return found
+
+
+def scale_kinds(call: Call) -> dict[str, str]:
+    """The fields `k_scales` and `v_scales` of a variant."""
+    found = descales(call).items()
+    return {f"{name[0]}_scales": "key" if x.shape[1] > 1 or x.shape[2] > 1 else "head" for name, x in found}
+
+
+def scale_strides(call: Call) -> dict[str, int]:
+    """Strides of scales; 0 of dimensions that a scale does not depend on."""
+    return {
+        f"{name}_{dim}": 0 if n == 1 else stride
+        for name, x in descales(call).items()
+        for dim, n, stride in zip("bpnh", x.shape, x.stride(), strict=True)
+    }
 
 
 def with_derivative(variant: Variant, call: Call, needs: Needs) -> Variant:
@@ -108,7 +136,8 @@ def decode_target(call: Call, rows: int) -> Target | None:
 
 def uses_matrix_tiles(call: Call, rows: int) -> bool:
     """Whether the forward kernel for tasks of `rows` query rows multiplies matrix tiles."""
-    has_tiles = targets.host().tiles is not None and call.tensors.q.dtype is torch.bfloat16
+    t = call.tensors
+    has_tiles = targets.host().tiles is not None and t.q.dtype is t.k.dtype is torch.bfloat16
     return has_tiles and decode_target(call, rows) is None
 
 
@@ -165,6 +194,7 @@ def input_tensors(call: Call, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tens
             tensors[name] = x.detach().to(accumulation_dtype(q.dtype)).contiguous()
     if call.settings.dropout_p > 0 and t.dropout_seed is not None:
         tensors["seed"] = t.dropout_seed.to(torch.int64).contiguous()
+    tensors |= descales(call)
     if t.page_table is not None:
         tensors["page_table"] = t.page_table.to(torch.int64).contiguous()
     return tensors
@@ -219,6 +249,7 @@ def call_scalars(call: Call, variant: Variant, q: Tensor, k: Tensor, v: Tensor) 
     if s.dropout_p > 0:
         limit = threshold(s.dropout_p)
         values |= {"threshold": limit, "keep_scale": keep_scale(limit)}
+    values |= scale_strides(call)
     if t.page_table is not None:
         values |= {"page_size": k.shape[1], "page_columns": t.page_table.shape[1]}
     return values

@@ -8,6 +8,7 @@ from torch import Tensor
 from ...call.cache import CacheCall, append_and_rotate
 from ...call.cache_tensors import CacheTensors
 from ...call.call import Tensors
+from ...call.eight_bit import is_eight_bit
 from ...call.plan import Plan
 from ..replays import Results
 from . import arguments as args
@@ -19,6 +20,7 @@ from .tables import SEQUENCE_FIELDS
 
 SEQLEN_K = SEQUENCE_FIELDS.index("seqlen_k")
 PLACES = {name: len(Tensors._fields) - 1 + n for n, name in enumerate(CacheTensors._fields)}  # among a call's inputs
+DESCALES = {name: PLACES[name] for name in ("k_descale", "v_descale")}
 MOST_APPENDED_ALONE = 16  # sequences
 
 
@@ -86,7 +88,9 @@ def record_attend_with_cache(plan: Plan, call: CacheCall) -> tuple[Any, tuple[Te
     if attention.settings.mask_mod is not None:  # whose blocks depend on lengths
         return None, results
     table = tensors.pop("page_table", None)
-    recording = recorded(call, launch, tensors, results) if table is not None and is_simple(call) else None
+    recording = None
+    if table is not None and is_simple(call):
+        recording = recorded(call, launch, tensors, results, of_cache=DESCALES)
     if recording is None or table is None:
         return lambda call: replay_forward(launch, append_and_rotate(call)), results
     return CacheReplay(CacheRecording(recording, call, table), launch), results
@@ -95,5 +99,8 @@ def record_attend_with_cache(plan: Plan, call: CacheCall) -> tuple[Any, tuple[Te
 def is_simple(call: CacheCall) -> bool:
     """Whether a call has caches, their lengths, and perhaps new keys as dense as the queries; sequences in order."""
     cache = call.cache
-    others = cache._replace(k_cache=None, v_cache=None, cache_seqlens=None, k=None, v=None)  # type: ignore[arg-type]
+    if cache.k is not None and is_eight_bit(cache.k_cache):  # which are quantized
+        return False
+    usual = ("k_cache", "v_cache", "cache_seqlens", "k", "v", "k_descale", "v_descale")
+    others = cache._replace(**dict.fromkeys(usual))
     return all(x is None for x in others) and call.tensors.cu_seqlens_q is None and call.tensors.q.shape[0] > 0

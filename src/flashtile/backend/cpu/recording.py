@@ -45,12 +45,17 @@ class Recording:
 
 
 def recorded(
-    call: Call, launch: KernelLaunch, tensors: Mapping[str, Tensor], results: Results, rows: Results = ()
+    call: Call,
+    launch: KernelLaunch,
+    tensors: Mapping[str, Tensor],
+    results: Results,
+    rows: Results = (),
+    of_cache: Mapping[str, int] | None = None,
 ) -> Recording | None:
     """The recording of a launch with `tensors`, by the names of its fields; `None` if a replay has more to do. `rows`
-    are out, lse, dout and dlse of a backward pass.
+    are out, lse, dout and dlse of a backward pass; `of_cache` are places of a cache's tensors.
     """
-    inputs, places = (*call.inputs, *rows), dict(PLACES)
+    inputs, places = (*call.inputs, *rows), {**PLACES, **(of_cache or {})}
     places |= {name: len(call.inputs) + n for n, name in enumerate(ROWS[: len(rows)])}
     num_inputs = len(inputs) + (1 if rows else 0)  # with what forward has kept
     slots, specs, written = [], [], {}

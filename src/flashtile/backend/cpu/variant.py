@@ -32,6 +32,9 @@ class Variant(NamedTuple):
     row_values: bool = False  # whether lanes of products with V, and with K in backward, run over features
     decode: bool = False  # forward only
     tiles: bool = False  # products of bfloat16 matrix tiles; forward only
+    keys: str | None = None  # format of keys and values of 8 bits; forward only
+    k_scales: str = ""  # whether scales of 8-bit keys differ by "head" or by "key"
+    v_scales: str = ""
 
     @property
     def real_dtype(self) -> str:
@@ -39,8 +42,18 @@ class Variant(NamedTuple):
         return "float64" if self.dtype == "float64" else "float32"
 
     @property
+    def key_dtype(self) -> str:
+        """The dtype of keys and values in memory."""
+        return self.dtype if self.keys is None else self.keys
+
+    @property
     def modifies_scores(self) -> bool:
         """Whether every score is changed between the two products."""
+        return self.has_features or self.k_scales == "key"
+
+    @property
+    def has_features(self) -> bool:
+        """Whether a feature changes every score, or its visibility."""
         terms = self.bias is not None or len(self.head_terms) > 0
         return self.softcap or self.mask or terms or self.functions is not None
 
@@ -56,6 +69,9 @@ class Variant(NamedTuple):
             row_values=self.row_values,
             decode=self.decode,
             tiles=self.tiles,
+            keys=self.keys,
+            k_scales=self.k_scales,
+            v_scales=self.v_scales,
         )
 
     @property
@@ -103,7 +119,7 @@ class TaskSplit(NamedTuple):
 # from lse to its residual, 0 where that is not kept.
 ADDRESSES = """
 q k v out lse mask bias captured blocks sinks seed sequences page_table partial_out partial_lse counter workspace
-dout dlse delta dq dk dv dbias dbias_error dslopes
+dout dlse delta dq dk dv dbias dbias_error dslopes k_descale v_descale
 """
 INTEGERS = """
 tasks batch num_heads_kv groups seqlen_total head_dim head_dim_v panels splits chunk
@@ -112,6 +128,7 @@ mask_b mask_h mask_i mask_j bias_b bias_h bias_i bias_j block_b block_h block_i 
 window_left window_right top_left attention_chunk diagonal i0 j0 b0 h0 num_heads threshold work_size
 dout_b dout_h dout_s dq_split dq_b dq_h dq_s dk_b dk_h dk_s dv_b dv_h dv_s
 dbias_b dbias_h dbias_i dbias_j share_b share_h total_keys out_is_real residual
+k_descale_b k_descale_p k_descale_n k_descale_h v_descale_b v_descale_p v_descale_n v_descale_h
 """
 REALS = "factor scale softcap_scale keep_scale"
 FIELDS = (*(ADDRESSES + INTEGERS + REALS).split(), *HEAD_TERMS, *(f"{symbol}_b" for symbol in HEAD_TERMS))

@@ -62,6 +62,8 @@ def forward_layout(rows: int, panels: Any, head_dim: Any, head_dim_v: Any) -> La
     yield "total_m", panels * rows, REAL  # the maximum that totals are relative to
     yield "total_l", panels * rows, REAL
     yield "total_out", panels * head_dim_v * rows, REAL
+    for name in ("k_scales", "v_scales"):  # for a block of keys of 8 bits
+        yield name, BLOCK_N + CACHE_LINE, REAL  # whole vectors
 
 
 def tile_layout(rows: int, panels: Any, head_dim: Any, head_dim_v: Any) -> Layout:

@@ -102,4 +102,5 @@ def add_work(counts: Counts, kernel: str, name: str, work: Work, tile: Any, prob
 def rows_bytes(problem: Problem) -> float:
     """Bytes of q, k, v and the results."""
     p, (batch, rows, keys) = problem, problem.counts
-    return batch * (p.num_heads_q * rows + p.num_heads_kv * keys) * (p.head_dim + p.head_dim_v) * p.dtype.itemsize
+    of_row, of_key = p.dtype.itemsize, p.dtype.itemsize if p.eight_bit is None else 1
+    return batch * (p.num_heads_q * rows * of_row + p.num_heads_kv * keys * of_key) * (p.head_dim + p.head_dim_v)

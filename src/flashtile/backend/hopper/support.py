@@ -121,6 +121,8 @@ def declines_float32(problem: Problem) -> str | None:
 
 def declines_pages(problem: Problem) -> str | None:
     """Why the kernels do not read the problem's pages; `None` if they do, or if there are none."""
+    if problem.eight_bit is not None:
+        return "it reads keys and values of q's dtype, not of 8 bits"
     pages = problem.pages
     if pages is None:
         return None

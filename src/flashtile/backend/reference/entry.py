@@ -9,6 +9,7 @@ from ...call.call import Call, Gradients, Needs, Tensors, differentiable_positio
 from ...call.plan import Plan
 from ...call.problem import accumulation_dtype
 from ...private_torch import recording_graph
+from ..blockwise.eight_bit import key_and_value_rows
 from ..blockwise.lse_shape import row_stats_to_rows, rows_to_row_stats
 from ..blockwise.scores import Scores, Tile, cast_floating
 from ..blockwise.softmax import finite_or_zero, lse_residual
@@ -52,9 +53,9 @@ def forward_slab(call: Call, slab: Slab, out: Rows, lse: Rows, residual: Rows) -
     dtype = accumulation_dtype(t.q.dtype)
     scores = Scores(call, slab, dtype)
     tile = Tile(slice(0, slab.seqlen_q), slice(0, slab.seqlen_k), full=False)
-    q_rows, k_rows, v_rows = (slab.query_rows(t.q), *(slab.key_rows(x) for x in (t.k, t.v)))
+    q_rows, (k_rows, v_rows) = slab.query_rows(t.q), key_and_value_rows(call, slab, dtype)
     q = fold_groups(q_rows.load(tile.rows).to(dtype), groups)  # [B, Hkv, G * Sq, D]
-    k, v = k_rows.load(tile.keys).to(dtype), v_rows.load(tile.keys).to(dtype)  # [B, Hkv, Sk, D], [B, Hkv, Sk, Dv]
+    k, v = k_rows.load(tile.keys), v_rows.load(tile.keys)  # [B, Hkv, Sk, D], [B, Hkv, Sk, Dv]
     s = unfold_groups(matmul(q, k.mT) * settings.scale, groups)  # [B, Hq, Sq, Sk]
     visible = scores.visible(tile, q_rows.exists(tile.rows), k_rows.exists(tile.keys))
     product, s = s, hidden_scores(scores, s, tile, visible)

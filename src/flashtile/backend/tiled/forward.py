@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...call.call import Call, out_dtype
 from ..blockwise import softmax
+from ..blockwise.eight_bit import key_and_value_rows
 from ..blockwise.scores import Scores, Tile
 from ..blockwise.softmax import RowState
 from ..blockwise.sums import TILES_PER_CARRY, chunked_matmul
@@ -46,7 +47,7 @@ def forward_rows(
     any order.
     """
     tensors, groups, dtype = call.tensors, slab.num_groups, scores.dtype
-    q, k, v = slab.query_rows(tensors.q), slab.key_rows(tensors.k), slab.key_rows(tensors.v)
+    q, (k, v) = slab.query_rows(tensors.q), key_and_value_rows(call, slab, dtype)
     q_i = fold_groups(q.load(rows).to(dtype) * call.settings.scale, groups)  # [B, Hkv, G * M, D]
     leading = (q_i.shape[0], slab.heads_q.stop - slab.heads_q.start, rows.stop - rows.start)  # B, Hq, M
     empty = partial(softmax.initial_state, shape=leading, head_dim_v=tensors.v.shape[-1], like=q_i)
@@ -55,7 +56,7 @@ def forward_rows(
     for n, tile in enumerate(tiles(slab, call.settings, scores, rows, shape)):
         if n % TILES_PER_CARRY == 0 and state is not None and n > 0:
             subtrees, state = push_state(subtrees, state, n // TILES_PER_CARRY), None
-        k_j, v_j = k.load(tile.keys).to(dtype), v.load(tile.keys).to(dtype)  # [B, Hkv, N, D], [B, Hkv, N, Dv]
+        k_j, v_j = k.load(tile.keys), v.load(tile.keys)  # [B, Hkv, N, D], [B, Hkv, N, Dv]
         exist = q.exists(rows), k.exists(tile.keys)
         # No name for the scores: it would keep a tile's while the next one's are computed.
         state = update(state, tile_scores(scores, tile, q_i, k_j, exist), v_j, scores.keep(tile), groups)

@@ -25,6 +25,7 @@ class Constants:
     COMPENSATED: bool  # float32 inputs: sums carry their rounding errors
     PRECISION: str  # precision of float32 products: "ieee", "tf32x3", "bf16x6" or "tf32"
     ALIGN: int  # elements, the unit of strides
+    KEY_ALIGN: int  # the same of k and v
     PAGE_SIZE: int  # 0 without pages, and for a page table of one column
     BLOCK_B: int  # a power of two above the number of packed sequences
     BLOCK_M: int
@@ -35,6 +36,10 @@ class Constants:
     IN_ORDER: bool = False  # a page table of one column is `0 .. batch - 1`, and not read
     NUM_WARPS: int = 4  # warps of a program; they decide how many rows of the splits are merged at once
     STAGES: int = 1  # stages of rows in shared memory, in `kernels.mma`
+    KEY_FORMAT: str = ""  # format of 8-bit keys and values (`kernels.eight_bit.numbers`)
+    K_SCALES: str = ""  # whether scales differ by "head" or by "key"
+    V_SCALES: str = ""
+    VALUES: str = ""  # dtype of products with values, if not q's: "bf16x2" or, in the interpreter, "fp32"
     EVEN: bool = False  # no block needs masks; that of dq is slower without their code
 
 
@@ -50,3 +55,6 @@ class AppendConstants:
     INTERLEAVED: bool
     Q_FIXED: bool  # all queries of a sequence turn as its first one
     BLOCK_B: int
+    KEY_FORMAT: str = ""  # format of a cache of 8 bits
+    K_SCALES: str = ""  # "token" if scales are computed and stored, "given" if they are read
+    V_SCALES: str = ""

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .eight_bit import quantized, scales, scales_of_tokens
+
 
 @dataclass(frozen=True)
 class Rotated:
@@ -24,8 +26,12 @@ class Rotated:
 class Cache:
     """A call of attention_with_kvcache: its tokens, and the expected caches after it."""
 
-    def __init__(self, given: dict[str, Any], dtype: torch.dtype) -> None:
-        self.given, self.dtype = given, dtype
+    def __init__(self, given: dict[str, Any], dtype: torch.dtype, stored: torch.dtype) -> None:
+        self.given, self.dtype, self.stored = given, dtype, stored
+        self.has_eight_bits = stored.itemsize == 1
+        for name in ("k_descale", "v_descale"):
+            if given.get(name) is not None:
+                given[name] = given[name].clone()
         self.paged = given.get("page_table") is not None
         starts = given.get("cu_seqlens_q")
         self.batch = len(given["q"]) if starts is None else len(starts) - 1
@@ -62,6 +68,26 @@ class Cache:
             first = length - len(new) if start is None else start
             self._put(self.k, keys[length - len(new) :], k, first + torch.arange(len(new)))
             self.v.value[keys[length - len(new) :]] = v
+            if self.has_eight_bits:
+                self._quantize(b, keys[length - len(new) :])
+
+    def _quantize(self, b: int, slots: Tensor) -> None:
+        """Store new keys and values as numbers of 8 bits, with scales of their own where each token has one."""
+        for name, where in (("k", self.k), ("v", self.v)):
+            descale, cache = self.given.get(f"{name}_descale"), self.given[f"{name}_cache"]
+            if descale is not None and descale.shape == cache.shape[:3]:
+                own = scales_of_tokens(where.value[slots], self.stored).double()
+                if self.paged:
+                    descale[slots // cache.shape[1], slots % cache.shape[1]] = own
+                else:
+                    descale[slots // cache.shape[2], :, slots % cache.shape[2]] = own
+            scale = self.scales(name, b, slots)
+            scale = torch.ones(()) if scale is None else scale[..., None]
+            where.value[slots] = quantized(where.value[slots], scale, self.stored)
+
+    def scales(self, name: str, b: int, slots: Tensor) -> Tensor | None:
+        """Scales of the keys or values of sequence b in these slots."""
+        return scales(self.given, f"{name}_descale", self.given[f"{name}_cache"], self.batch, b, slots)
 
     def query_tokens(self, b: int) -> Tensor:
         return self._tokens_of(b, "q")

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..case import Case
 from .backward import backward
 from .cache import Cache
+from .eight_bit import DESCALES, has_eight_bits, scales
 from .forward import INF, forward, score_error
 from .philox import keep_factors
 from .sequence import Sequence
@@ -65,6 +66,10 @@ class _Solution:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.given: dict[str, Any] = {name: _exact(value) for name, value in case.arguments.items()}
+        stored = case.arguments["k_cache" if "k_cache" in case.arguments else "k"]
+        for name in ("k", "v", "k_cache", "v_cache") if has_eight_bits(stored) else ():
+            if self.given.get(name) is not None:
+                self.given[name] = self.given[name].double()
         for name in ("bias", "alibi_slopes", "sinks"):
             if case.dtype != torch.float64 and self.given.get(name) is not None:
                 self.given[name] = self.given[name].float().double()  # no finer than the scores
@@ -73,7 +78,7 @@ class _Solution:
         self.on_matrix_units = case.arguments["q"].is_cuda and case.dtype.itemsize == 2
         self.paged = self.given.get("page_table") is not None
         self.score_tensors = tuple(_exact(t) for t in getattr(self.given.get("score_mod"), "tensors", ()))
-        self.cache = Cache(self.given, case.dtype) if "k_cache" in self.given else None
+        self.cache = Cache(self.given, case.dtype, stored.dtype) if "k_cache" in self.given else None
         if self.cache is None:
             self.q, self.k, self.v = (self._packed(self.given[name], name) for name in ("q", "k", "v"))  # [T, H, D]
         else:
@@ -132,7 +137,12 @@ class _Solution:
             reference, magnitude = (self.cache.in_cache_layout(x) for x in (tokens.value, tokens.magnitude))
             zeros, ones = torch.zeros_like(reference), torch.ones_like(reference)
             exact = magnitude == 0
-            results[name] = Expected(reference, self.case.dtype, zeros, zeros, magnitude, loss=ones, exact=exact)
+            dtype = self.case.arguments[name].dtype
+            results[name] = Expected(reference, dtype, zeros, zeros, magnitude, loss=ones, exact=exact)
+        for name in DESCALES:
+            if (x := self.given.get(name)) is not None:
+                zeros = torch.zeros_like(x)
+                results[name] = Expected(x, torch.float32, zeros, zeros, zeros, zeros, exact=zeros == 0)
         return results
 
     def _sequences(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -168,8 +178,8 @@ class _Solution:
         slopes, scale, score_mod = arguments.get("alibi_slopes"), arguments.get("scale"), arguments.get("score_mod")
         sequence = Sequence(
             q=self.q[q_rows].transpose(0, 1),
-            k=self.k[k_rows].transpose(0, 1),
-            v=self.v[k_rows].transpose(0, 1),
+            k=self._descaled("k", batch, k_rows).transpose(0, 1),
+            v=self._descaled("v", batch, k_rows).transpose(0, 1),
             batch=batch,
             scale=self.q.shape[2] ** -0.5 if scale is None else scale,
             causal=arguments.get("causal", False),
@@ -205,6 +215,18 @@ class _Solution:
                 self.sums[name].add_at(slice(batch, batch + 1), block.map(lambda part: part[None]))
             else:
                 self.sums[name].add_at(..., block)
+
+    def _descaled(self, name: str, batch: int, rows: Tensor) -> Tensor:
+        """Keys or values of one sequence, `[Sk, Hkv, D]`."""
+        x = getattr(self, name)[rows]
+        if self.cache is not None:
+            scale = self.cache.scales(name, batch, rows)
+        elif self.paged:
+            count = len(self.given["cu_seqlens_q"]) - 1
+            scale = scales(self.given, f"{name}_descale", self.given[name], count, batch, rows)
+        else:
+            return x
+        return x if scale is None else x * scale[..., None]
 
     def _mask(self, batch: int, shape: tuple[int, int, int]) -> Tensor | None:
         """The caller's mask, without padded keys. A mask function is called for all pairs."""

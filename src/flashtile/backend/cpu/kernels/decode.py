@@ -10,8 +10,9 @@ import math
 from collections.abc import Callable
 
 from ..variant import Variant
+from ..workspace import BLOCK_N, CACHE_LINE
 from .codegen import Code
-from .formats import STORAGE_TYPES, load_vector, sum_lanes
+from .formats import ITEM_SIZES, STORAGE_TYPES, load_vector, sum_lanes
 from .forward import BlockKind
 from .keys import KeyBlock, load_keys
 from .operands import ADDRESS, INT, LONG, Pointer, Value
@@ -51,10 +52,15 @@ def emit_scores(code: Code, dtype: str) -> None:
             with code.loop(0, count, keys_per_vector) as j:
                 keys = [k + stride * code.minimum(j + n, count - 1) for n in range(keys_per_vector)]
                 total = [code.variable(code.full()) for _ in range(code.lanes)]
+                whole_lines = ITEM_SIZES[dtype] * code.lanes * 2 < CACHE_LINE  # a vector is a small part of one
+                with code.loop(0, depth if whole_lines else 0, CACHE_LINE) as d:
+                    for key in keys:
+                        code.prefetch(key + stride * KEYS_AHEAD + d, level=2)
                 with code.loop(0, depth, code.lanes) as d:
                     q_d = [(q + depth * r).vector(d) for r in range(rows)]
                     for n, key in enumerate(keys):
-                        code.prefetch(key + stride * KEYS_AHEAD + d, level=2)
+                        if not whole_lines:
+                            code.prefetch(key + stride * KEYS_AHEAD + d, level=2)
                         k_d = load_vector(code, key, d, dtype)
                         for r in range(rows):
                             x = total[n * rows + r]
@@ -74,8 +80,9 @@ class DecodeKernel(RowValuesKernel):
 
     @classmethod
     def declare_products(cls, code: Code, panel: Panel, variant: Variant) -> None:
-        code.part(f"decode_scores_{variant.dtype}", lambda code: emit_scores(code, variant.dtype))
-        declare_row_values(code, variant.dtype, row_group_sizes(code), KEYS_AHEAD)
+        dtype = variant.key_dtype
+        code.part(f"decode_scores_{dtype}", lambda code: emit_scores(code, dtype))
+        declare_row_values(code, dtype, row_group_sizes(code), KEYS_AHEAD)
 
     def row_loop(self, p: Value) -> Callable[[Callable[[Value, int, Value], None]], None]:
         code, num_valid = self.code, self.num_valid(p)
@@ -86,11 +93,12 @@ class DecodeKernel(RowValuesKernel):
     def load_queries(self, p: Value) -> None:
         code, a, w, depth, rows = self.code, self.a, self.w, self.a.integer("head_dim"), self.num_valid(p)
         copy_rows(code, a.pointer("q"), w.q_offsets, rows, depth, self.variant.dtype, w.q, depth)
+        factor = self.query_factor()
         with code.loop(0, depth * rows, code.lanes) as n:
-            w.q.store(w.q.vector(n) * a.real("factor"), n)
+            w.q.store(w.q.vector(n) * factor, n)
 
     def load_keys(self, side: str, first: Value, last: Value) -> KeyBlock:
-        dtype = self.variant.dtype
+        dtype = self.variant.key_dtype
         return load_keys(self.code, self.a, self.variant, self.task, side, first, last, getattr(self.w, side), dtype)
 
     def process_block(self, p: Value, first: Value, count: Value, kind: BlockKind, k: KeyBlock, v: KeyBlock) -> None:
@@ -98,7 +106,7 @@ class DecodeKernel(RowValuesKernel):
         which makes its softmax as many times shorter.
         """
         code, variant = self.code, self.variant
-        if variant.modifies_scores or variant.dropout:
+        if variant.has_features or variant.dropout:
             super().process_block(p, first, count, kind, k, v)
             return
         num_valid = num_valid_rows(code, self.panel, self.task, p)
@@ -108,16 +116,26 @@ class DecodeKernel(RowValuesKernel):
             with packed:
                 for rows in row_group_sizes(code):
                     with code.if_then((num_valid <= rows) & (num_valid > rows // 2)):
-                        self.call("process_packed", p, count, *k, *v, rows=rows)
+                        self.call("process_packed", p, first, count, *k, *v, rows=rows)
 
     def process_packed(
-        self, p: Value, count: Value, k: Pointer, k_stride: Value, v: Pointer, v_stride: Value, rows: int
+        self,
+        p: Value,
+        first: Value,
+        count: Value,
+        k: Pointer,
+        k_stride: Value,
+        v: Pointer,
+        v_stride: Value,
+        rows: int,
     ) -> None:
         """Process a block with scores `[count, rows]`. Lane n belongs to row `n % rows`, in `m` and `alpha` too."""
         code, w, panel = self.code, self.w, self.panel
         m, l = w.m + p * panel.rows, w.l + p * panel.rows  # noqa: E741
         self.scores_of_rows(rows, code.index(0), count, KeyBlock(k, k_stride), code.index(rows))
         num_vectors = (count * rows + (code.lanes - 1)) // code.lanes
+        if self.variant.k_scales == "key":
+            self.scale_packed(w.k_scales + first % BLOCK_N, num_vectors, rows)
         last = (num_vectors - 1) * code.lanes
         valid = code.lane_indices() < code.convert(count * rows - last, INT)
         w.scores.store(code.select(valid, w.scores.vector(last), -math.inf), last)
@@ -131,12 +149,21 @@ class DecodeKernel(RowValuesKernel):
         total = exponentiate(code, self.variant, w.scores, code.lanes, num_vectors, m, w.new_m, w.alpha)
         total = over_keys(code, total, rows, lambda x, y: x + y)
         l.store(code.multiply_add(old_l, w.alpha.vector(0), total))
+        if self.variant.v_scales == "key":
+            self.scale_packed(w.v_scales + first % BLOCK_N, num_vectors, rows)
         values, width = KeyBlock(v, v_stride), self.a.integer("head_dim_v")
 
         def all_rows(group: Callable[[Value, int, Value], None]) -> None:
             group(code.index(0), rows, code.index(rows - 1))
 
         row_value_product(code, all_rows, w.scores, rows, values, count, w.out, width, w.alpha)
+
+    def scale_packed(self, scales: Pointer, num_vectors: Value, rows: int) -> None:
+        """Multiply packed scores or probabilities by the scales of their keys."""
+        code, w = self.code, self.w
+        with code.loop(0, num_vectors) as n:
+            at, of_keys = w.scores + n * code.lanes, scales.vector(n * (code.lanes // rows))
+            at.store(at.vector() * code.shuffle(of_keys, of_keys, [lane // rows for lane in range(code.lanes)]))
 
     def scores_of_rows(self, rows: int, first: Value, count: Value, k: KeyBlock, pitch: Value) -> None:
         """The scores of `rows` rows, a size of `row_group_sizes`, from `first` on."""

@@ -1,10 +1,16 @@
-"""Conversion between dtypes in memory (float32, float64, bfloat16, float16, bool) and the kernel's reals."""
+"""Conversion between dtypes in memory (float32, float64, bfloat16, float16, bool, three of 8 bits) and the kernel's
+reals.
+"""
+
+import math
 
 from .codegen import Code
 from .operands import BYTE, DOUBLE, FLOAT, HALF, INT, SHORT, Pointer, Value
 
 STORAGE_TYPES = {"float32": FLOAT, "float64": DOUBLE, "bfloat16": SHORT, "float16": SHORT, "bool": BYTE}
-ITEM_SIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "bool": 1}
+EIGHT_BITS = ("e4m3", "e5m2", "int8")
+STORAGE_TYPES |= dict.fromkeys(EIGHT_BITS, BYTE)
+ITEM_SIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "bool": 1} | dict.fromkeys(EIGHT_BITS, 1)
 
 
 def widen(code: Code, x: Value, dtype: str) -> Value:
@@ -15,7 +21,17 @@ def widen(code: Code, x: Value, dtype: str) -> Value:
         x = code.bitcast(code.convert(x, INT, signed=False) << 16, FLOAT)
     elif dtype == "float16":
         x = half_to_float(code, x)
+    elif dtype == "e5m2":  # the upper half of a float16
+        x = half_to_float(code, code.convert(x, SHORT, signed=False) << 8)
+    elif dtype == "e4m3":
+        x = e4m3_to_float(code, x)
     return code.convert(x, code.real_type)
+
+
+def e4m3_to_float(code: Code, x: Value) -> Value:
+    """Shifted into the place of a float16's, the exponent is 8 too small; subnormal numbers are right, too."""
+    half = (code.convert(x, SHORT) << 7) & ~0x4000  # the sign is extended into the next bit
+    return code.select((x & 0x7F).equals(0x7F), math.nan, half_to_float(code, half) * 256.0)
 
 
 def narrow(code: Code, x: Value, dtype: str) -> Value:

@@ -14,7 +14,7 @@ from .blocks import narrow_bounds, panels_see, visible_keys
 from .codegen import Code, Source
 from .combine import combine_splits
 from .kernel import Kernel, kernel_source, store_rows
-from .keys import KeyBlock, load_keys
+from .keys import KeyBlock, head_scale, load_keys, load_scales
 from .masking import Window, in_mask, mask_fill
 from .operands import Pointer, Value
 from .products import Panel, declare_scores, declare_values, score_product, value_product
@@ -73,6 +73,7 @@ class ForwardKernel(Kernel):
             first, last = code.maximum(block, lo.get()), code.minimum(block + BLOCK_N, hi.get())
             with code.if_then(first < last), code.if_then(panels_see(self, panels, first)):
                 k, v = (self.load_keys(side, first, last) for side in ("k", "v"))
+                self.load_scales(block, first, last)
                 with code.loop(0, panels) as p:
                     self.call("visit_block", p, first, last, *k, *v)
             with code.if_then(many_keys & carry_due(block)), code.loop(0, panels) as p:
@@ -128,8 +129,20 @@ class ForwardKernel(Kernel):
         q, one = w.q + rows * depth, self.code.index(1)
         dtype, in_use = self.variant.dtype, rows_in_use(self.code, self.panel, self.task, p)
         load_transposed(
-            self.code, self.panel, a.pointer("q"), w.q_offsets + rows, in_use, depth, one, dtype, q, a.real("factor")
+            self.code, self.panel, a.pointer("q"), w.q_offsets + rows, in_use, depth, one, dtype, q, self.query_factor()
         )
+
+    def query_factor(self) -> Value:
+        """The factor of queries, with the scale of a head of keys."""
+        factor = self.a.real("factor")
+        return factor * head_scale(self.code, self.a, self.task, "k") if self.variant.k_scales == "head" else factor
+
+    def load_scales(self, block: Value, first: Value, last: Value) -> None:
+        """Load the scales of a block's keys and values of 8 bits."""
+        for side, kind in (("k", self.variant.k_scales), ("v", self.variant.v_scales)):
+            if kind == "key":
+                to = getattr(self.w, f"{side}_scales") + (first - block)
+                load_scales(self.code, self.a, self.task, side, first, last, to)
 
     def load_keys(self, side: str, first: Value, last: Value) -> KeyBlock:
         return load_keys(self.code, self.a, self.variant, self.task, side, first, last, getattr(self.w, side))
@@ -198,7 +211,17 @@ class ForwardKernel(Kernel):
         self.call("softmax", p, count)
         if self.variant.dropout:
             self.call("dropout", p, first, count)
+        if self.variant.v_scales == "key":
+            self.call("scale_probabilities", p, first, count)
         self.value_product(p, v, count)
+
+    def scale_probabilities(self, p: Value, first: Value, count: Value) -> None:
+        """Multiply the probabilities of keys by the scales of their values."""
+        code, w, pitch = self.code, self.w, self.panel.rows
+        scales = w.v_scales + first % BLOCK_N
+        with self.columns(p) as column, code.loop(0, count) as j:
+            at = w.scores + j * pitch + column
+            at.store(at.vector() * scales[j])
 
     def softmax(self, p: Value, count: Value) -> None:
         """Replace scores by `exp(s - m)`, and update `m`, `l` and `alpha`."""
@@ -227,10 +250,13 @@ class ForwardKernel(Kernel):
         with self.columns(p) as column:
             row = p * pitch + column
             tables, window = self.score_tables(row), Window.of_rows(w, row) if edge else None
-            largest = code.variable(w.m.vector(row))
+            largest, scales = code.variable(w.m.vector(row)), w.k_scales + first % BLOCK_N
             with code.loop(0, count) as j:
                 key, at = first + j, j * pitch + column
-                s, _, _, visible = final_score(code, a, variant, tables, w.scores.vector(at), w.bias + at, key)
+                product = w.scores.vector(at)
+                if variant.k_scales == "key":
+                    product = product * scales[j]
+                s, _, _, visible = final_score(code, a, variant, tables, product, w.bias + at, key)
                 if visible is not None:
                     s = mask_fill(code, s, visible)
                 if window is not None:
@@ -250,6 +276,9 @@ class ForwardKernel(Kernel):
         residual = w.m + rows  # once the row is finished
         with self.columns(p) as column:
             finalize(code, self.variant, residual + column, l + column, w.alpha + column)
+            if self.variant.v_scales == "head":
+                inverse = w.alpha + column
+                inverse.store(inverse.vector() * head_scale(code, a, task, "v"))
         with code.if_else(a.integer("splits") > 1) as (split, single):
             with split:
                 before, partial_offsets = task.split * a.integer("seqlen_total"), w.q_offsets + rows  # free by now

@@ -7,7 +7,7 @@ from ..variant import Variant
 from .codegen import Code
 from .fields import Arguments
 from .formats import STORAGE_TYPES, load, load_vector
-from .operands import LONG, Pointer, Value
+from .operands import FLOAT, LONG, Pointer, Value
 from .tiles import Task
 
 
@@ -61,14 +61,15 @@ def load_keys(
             with code.loop(0, full, code.lanes) as d:
                 x = (
                     source.vector(at + d)
-                    if target_dtype == variant.dtype
-                    else load_vector(code, source, at + d, variant.dtype)
+                    if target_dtype == variant.key_dtype
+                    else load_vector(code, source, at + d, variant.key_dtype)
                 )
                 to.store(x, d)
             with code.loop(full, width) as d:
-                to[d] = source[at + d] if target_dtype == variant.dtype else load(code, source, at + d, variant.dtype)
+                same = target_dtype == variant.key_dtype
+                to[d] = source[at + d] if same else load(code, source, at + d, variant.key_dtype)
 
-    if target_dtype != variant.dtype:
+    if target_dtype != variant.key_dtype:
         copy()
         return KeyBlock(scratch, width)
     address, row_stride = code.variable(Value(code, scratch.ir)), code.variable(width)
@@ -80,3 +81,23 @@ def load_keys(
         with otherwise:
             copy()
     return KeyBlock(code.pointer(address.get(), kind), row_stride.get())
+
+
+def head_scale(code: Code, a: Arguments, task: Task, side: str) -> Value:
+    """The scale of a task's head of keys or values of 8 bits."""
+    at = task.b * a.integer(f"{side}_descale_b") + task.kv_head * a.integer(f"{side}_descale_h")
+    return code.convert(a.pointer(f"{side}_descale", FLOAT)[at], code.real_type)
+
+
+def load_scales(code: Code, a: Arguments, task: Task, side: str, first: Value, last: Value, to: Pointer) -> None:
+    """Copy the scales of keys `first` to `last`, exclusive, of a block; `to` has a place for each key of the block."""
+    source, name = a.pointer(f"{side}_descale", FLOAT), f"{side}_descale"
+    table, page_size = a.pointer("page_table", LONG) + task.b * a.integer("page_columns"), a.integer("page_size")
+    of_head = source + task.b * a.integer(f"{name}_b") + task.kv_head * a.integer(f"{name}_h")
+    column, slot = code.variable(first // page_size), code.variable(first % page_size)
+    with code.loop(first, last) as j:
+        at = table[column.get()] * a.integer(f"{name}_p") + slot.get() * a.integer(f"{name}_n")
+        to[j - first] = code.convert(of_head[at], code.real_type)
+        ends = (slot.get() + 1).equals(page_size)
+        column.set(column.get() + code.select(ends, code.index(1), 0))
+        slot.set(code.select(ends, code.index(0), slot.get() + 1))

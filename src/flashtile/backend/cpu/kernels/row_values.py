@@ -7,8 +7,9 @@ import itertools
 from collections.abc import Callable
 
 from ..variant import Variant
+from ..workspace import CACHE_LINE
 from .codegen import Code
-from .formats import STORAGE_TYPES, load_vector, store_vector
+from .formats import ITEM_SIZES, STORAGE_TYPES, load_vector, store_vector
 from .forward import ForwardKernel
 from .keys import KeyBlock
 from .operands import ADDRESS, LONG, Pointer, Value
@@ -42,7 +43,8 @@ def emit_row_values(code: Code, dtype: str, heights: tuple[int, ...], keys_ahead
             p_rows = [p + r for r in numbers]
             with code.loop(0, count) as j:
                 v_j, at = v + stride * j, j * pitch
-                for n in lanes if keys_ahead else ():
+                line = CACHE_LINE // ITEM_SIZES[dtype]
+                for n in [n for n in lanes if code.lanes * 2 >= line or n % line == 0] if keys_ahead else ():
                     code.prefetch(v_j + stride * keys_ahead + n, level=2)
                 vectors = [load_vector(code, v_j, n, dtype) for n in lanes]
                 for p_r, sums in zip(p_rows, total, strict=True):

@@ -5,8 +5,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from .eight_bit import quantized, scale_of_token
 from .kernel import Pointer, Scalar, kernel
-from .parameters import BatchTensor, QueryTensor
+from .parameters import BatchTensor, QueryTensor, ScaleTensor
 from .rows import elements, head_pointer
 from .sequences import query_tile
 
@@ -53,7 +54,7 @@ class NewTokens(NamedTuple):
 def append_kernel(
     q: QueryTensor, rotated_q: QueryTensor, k_cache: CacheTensor, v_cache: CacheTensor, new_k: QueryTensor,
     new_v: QueryTensor, rotary: Rotary, tokens: NewTokens, page_table: BatchTensor, page_size: Scalar,
-    num_pages: Scalar, num_columns: Scalar, CONFIG: tl.constexpr,
+    num_pages: Scalar, num_columns: Scalar, k_descale: ScaleTensor, v_descale: ScaleTensor, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """One program for each token and head: first the query heads, then the key heads. Tokens for which the cache has no
     room are not written.
@@ -100,11 +101,30 @@ def append_kernel(
             if rotary.rotary_start is not None:
                 position = tl.load(rotary.rotary_start + b).to(tl.int32) + place
             y = rotate(x, d, exists, position, rotary, CONFIG)
+            if CONFIG.KEY_FORMAT != "":
+                y = quantized_token(y, k_descale, b, page, slot, head, exists, CONFIG.K_SCALES, CONFIG)
             tl.store(cache_pointer(k_cache, page, slot, head) + d, y, mask=d < tl.where(exists, D, 0))
             dv = tl.arange(0, CONFIG.BLOCK_DV)
             x = head_pointer(new_v, b, head, 1) + token * elements(new_v.stride_m, 1)
-            values = tl.load(x + dv, mask=dv < tl.where(exists, DV, 0))
+            values = tl.load(x + dv, mask=dv < tl.where(exists, DV, 0), other=0.0)
+            if CONFIG.KEY_FORMAT != "":
+                values = quantized_token(values, v_descale, b, page, slot, head, exists, CONFIG.V_SCALES, CONFIG)
             tl.store(cache_pointer(v_cache, page, slot, head) + dv, values, mask=dv < tl.where(exists, DV, 0))
+
+
+@triton.jit
+def quantized_token(x, descale, b, page, slot, head, exists, KIND: tl.constexpr, CONFIG: tl.constexpr):
+    """A token's features as 8-bit integers; by a scale of its own, which is stored, if the KIND is "token"."""
+    scale = 1.0
+    if KIND != "":
+        pointer = descale.data + b * elements(descale.stride_b, 1) + page * elements(descale.stride_p, 1)
+        pointer += slot * elements(descale.stride_n, 1) + head * elements(descale.stride_h, 1)
+        if KIND == "token":
+            scale = scale_of_token(x, CONFIG.KEY_FORMAT)
+            tl.store(pointer, scale, mask=exists)
+        else:
+            scale = tl.load(pointer, mask=exists, other=1.0)
+    return quantized(x, scale, CONFIG.KEY_FORMAT)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from . import scores, softmax
+from .eight_bit import bf16_remainder, number_rows, scaled_by_key, scales_of_tile
 from .keys import load_k, load_pages, load_v_columns, tile_in_pages
 from .masking import mask_edges
 from .products import Sum, Sums, inner_products
@@ -34,12 +35,14 @@ def transposed(x, D: tl.constexpr):
 
 
 @triton.jit
-def inner_loop(state, blocks, q_i, rows, kv, params, info, bounds, CONFIG: tl.constexpr):
+def inner_loop(state, blocks, q_i, rows, kv, descales, params, info, bounds, CONFIG: tl.constexpr):
     """Update the rows' state with all blocks; rows and bounds are `[1, M]`."""
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     D: tl.constexpr = CONFIG.HEAD_DIM
     DV: tl.constexpr = CONFIG.HEAD_DIM_V
     IN_RANGE: tl.constexpr = CONFIG.PAGE_SIZE == 0
+    KEYS: tl.constexpr = q_i.a.dtype
+    VALUES: tl.constexpr = KEYS if CONFIG.VALUES == "" else tl.float32 if CONFIG.VALUES == "fp32" else tl.bfloat16
     n = tl.arange(0, BLOCK_N)
     # Each key of a block has its own row sum until the last block: no sum over keys in the loop.
     m, acc = state.m, state.acc
@@ -55,23 +58,29 @@ def inner_loop(state, blocks, q_i, rows, kv, params, info, bounds, CONFIG: tl.co
         if IN_RANGE and params.lengths.leftpad_k is None:
             exists = n < kv.seqlen.end - start_n  # the same by fewer instructions
         keys, keys_exist = (start_n + n)[:, None], exists[:, None]
-        k_j = load_k(kv, tile, exists, CONFIG)  # [N, D]
-        kq = inner_products(k_j, q_i, D, CONFIG)  # [N, M]
+        k_j = number_rows(load_k(kv, tile, exists, CONFIG), KEYS, D, CONFIG)  # [N, D]
+        k_scale = scales_of_tile(descales.k, kv, tile, start_n, CONFIG.K_SCALES, CONFIG)
+        kq = scaled_by_key(inner_products(k_j, q_i, D, CONFIG), k_scale, CONFIG.K_SCALES, 1)  # [N, M]
         t = scores.forward(kq, params, info, rows, keys, keys_exist, False).t
         t = mask_edges(t, -INFINITY, bounds, blocks, start_n, params, info, rows, keys, keys_exist, IN_RANGE)
         m, alpha, p = softmax.update(RowState(m, state.l, acc), t, info.factor, False, CONFIG.NATURAL, AXIS=0)
         l = l * alpha[None, :] + p  # noqa: E741
-        v_j = load_v_columns(kv, tile, exists, CONFIG)  # [Dv, N]
-        acc = add_columns(acc, alpha, p, v_j, DV)
+        if CONFIG.V_SCALES == "key":
+            v_scale = scales_of_tile(descales.v, kv, tile, start_n, "key", CONFIG)
+            p = scaled_by_key(p, v_scale, "key", 1)
+        v_j = number_rows(load_v_columns(kv, tile, exists, CONFIG), VALUES, DV, CONFIG)  # [Dv, N]
+        acc = add_columns(acc, alpha[None, :], p, v_j, DV)
+        if CONFIG.VALUES == "bf16x2":
+            acc = add_columns(acc, 1.0, bf16_remainder(p), v_j, DV)
     return RowState(m, Sum(tl.sum(l, 0), 0.0), acc)
 
 
 @triton.jit
 def add_columns(acc, alpha, p, v, D: tl.constexpr):
-    """`acc [D, M] * alpha [M] + v [D, N] @ p [N, M]`."""
+    """`acc [D, M] * alpha + v [D, N] @ p [N, M]`; `alpha` is `[1, M]` or a number."""
     p = p.to(v.a.dtype)
-    a = tl.dot(v.a, p, acc.a * alpha[None, :])
+    a = tl.dot(v.a, p, acc.a * alpha)
     if D.CHUNK_1 == 0:
         return Sums(a, acc.b, acc.compensation_a, acc.compensation_b)
     else:
-        return Sums(a, tl.dot(v.b, p, acc.b * alpha[None, :]), acc.compensation_a, acc.compensation_b)
+        return Sums(a, tl.dot(v.b, p, acc.b * alpha), acc.compensation_a, acc.compensation_b)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from . import combine, few_rows, scores, softmax
+from .eight_bit import bf16_remainder, descales_of_head, number_rows, scaled_by_key, scaled_rows, scales_of_tile
 from .kernel import Pointer, Scalar, kernel
 from .keys import load_k, load_pages, load_v, tile_in_pages
 from .masking import (
@@ -24,7 +25,7 @@ from .masking import (
     nth_visit,
     num_visits,
 )
-from .parameters import KeyTensor, Params, QueryTensor, RowTensor
+from .parameters import KeyTensor, Params, QueryTensor, RowTensor, ScaleTensor
 from .products import add_product, inner_products, scaled, zeros
 from .prologue import batch_index, prologue
 from .rng import keep_mask
@@ -46,7 +47,7 @@ class Partials(NamedTuple):
 @kernel
 def forward_kernel(
     q: QueryTensor, k: KeyTensor, v: KeyTensor, out: QueryTensor, lse: RowTensor, residual: Pointer, partials: Partials,
-    params: Params, CONFIG: tl.constexpr,
+    params: Params, k_descale: ScaleTensor, v_descale: ScaleTensor, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """`out [B, H, Sq, Dv]`, `lse [B, H, Sq]` and its residual of natural scores, or packed."""
     ALIGN: tl.constexpr = CONFIG.ALIGN
@@ -78,6 +79,7 @@ def forward_kernel(
         head_rows = head[None, :] if TRANSPOSED else head[:, None]
         kv, info = prologue(k, v, params, work.sequence, b, work.seqlen, head_rows, head_k, CONFIG)
 
+        descales = descales_of_head(k_descale, v_descale, lengths, b, head_k, kv.seqlen, CONFIG)
         last = tl.minimum((work.start + BLOCK_M - 1) // PACK_GQA, work.seqlen - 1)
         blocks = key_blocks(params, work.start // PACK_GQA, last, info.shift, kv.seqlen, CONFIG.BLOCK_N)
         if SPLITS > 1:
@@ -90,12 +92,13 @@ def forward_kernel(
         state = softmax.init(params.scores.sinks, head, with_sink, info.factor, acc, BLOCK_M, COMPENSATED, NATURAL)
         # Few blocks, and loading them is all the work: one loop waits for its first block once.
         if TRANSPOSED:
-            state = few_rows.inner_loop(state, blocks, q_i, rows, kv, params, info, bounds, CONFIG)
+            state = few_rows.inner_loop(state, blocks, q_i, rows, kv, descales, params, info, bounds, CONFIG)
         elif PACK_GQA > 1 or (SPLITS > 1 and BLOCK_M < 64):
             IN_RANGE: tl.constexpr = CONFIG.PAGE_SIZE == 0
             state = inner_loop(
-                state, all_masked(blocks), listed, q_i, rows, kv, params, info, bounds, True, IN_RANGE, CONFIG, blocks
-            )
+                state, all_masked(blocks), listed, q_i, rows, kv, descales, params, info, bounds, True, IN_RANGE,
+                CONFIG, blocks,
+            )  # fmt: skip
         else:
             # Bounds hold which keys exist. With upper bounds only, ptxas compares while it waits for scores, into bits,
             # with all keys in registers: 154 a thread at head_dim 64, three programs on a Hopper core. A second test of
@@ -109,12 +112,17 @@ def forward_kernel(
             BOUNDED: tl.constexpr = CONFIG.PAGE_SIZE == 0 and LOWER
             # The masked blocks first: then the compiler keeps the matrix products of the long loop asynchronous.
             if not CONFIG.EVEN:
-                state = inner_loop(state, blocks, listed, q_i, rows, kv, params, info, bounds, True, BOUNDED, CONFIG)
-            state = inner_loop(state, blocks, listed, q_i, rows, kv, params, info, bounds, False, BOUNDED, CONFIG)
+                state = inner_loop(
+                    state, blocks, listed, q_i, rows, kv, descales, params, info, bounds, True, BOUNDED, CONFIG
+                )
+            state = inner_loop(
+                state, blocks, listed, q_i, rows, kv, descales, params, info, bounds, False, BOUNDED, CONFIG
+            )
 
         weight, row_lse, row_residual = softmax.finalize(state, info.factor, COMPENSATED, NATURAL)
         if params.dropout.threshold is not None:
             weight *= params.dropout.keep_scale
+        weight = scaled_rows(weight, state.l.total, descales.v, CONFIG.V_SCALES)
         lse_row = b * elements(lse.stride_b, 1) + head * elements(lse.stride_h, 1) + token  # [M]
         out_rows = head_pointer(out, b, head, ALIGN) + token * elements(out.stride_m, ALIGN)
         out_i = scaled(few_rows.transposed(state.acc, DV) if TRANSPOSED else state.acc, weight[:, None], DV)
@@ -141,6 +149,7 @@ def inner_loop(
     q_i,
     rows,
     kv,
+    descales,
     params,
     info,
     bounds,
@@ -155,6 +164,8 @@ def inner_loop(
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     D: tl.constexpr = CONFIG.HEAD_DIM
     DV: tl.constexpr = CONFIG.HEAD_DIM_V
+    KEYS: tl.constexpr = q_i.a.dtype
+    VALUES: tl.constexpr = KEYS if CONFIG.VALUES == "" else tl.float32 if CONFIG.VALUES == "fp32" else tl.bfloat16
     first = first_visit(listed, params, MASKED)
     # Pages are looked up a block ahead: loads of keys that depend on a load in the same step would have fewer stages.
     pages = 0
@@ -166,10 +177,11 @@ def inner_loop(
         if CONFIG.PAGE_SIZE > 0:
             pages = load_pages(kv, nth_visit(blocks, first, n + 1, params, MASKED, BLOCK_N), CONFIG)
         exists = tile.exists if MASKED or CONFIG.PAGE_SIZE > 0 else None
-        k_j = load_k(kv, tile, exists, CONFIG)  # [N, D]
+        k_j = number_rows(load_k(kv, tile, exists, CONFIG), KEYS, D, CONFIG)  # [N, D]
         keys = start_n + tl.arange(0, BLOCK_N)[None, :]  # [1, N]
         keys_exist = None if exists is None else exists[None, :]
-        qk = inner_products(q_i, k_j, D, CONFIG)
+        k_scale = scales_of_tile(descales.k, kv, tile, start_n, CONFIG.K_SCALES, CONFIG)
+        qk = scaled_by_key(inner_products(q_i, k_j, D, CONFIG), k_scale, CONFIG.K_SCALES, 0)
         s = scores.forward(qk, params, info, rows, keys, keys_exist, CONFIG.COMPENSATED)  # [M, N]
         if edges is None:
             t = mask_fill(s.t, -INFINITY, bounds, params, info, rows, keys, keys_exist, MASKED, BOUNDED)
@@ -179,8 +191,13 @@ def inner_loop(
         l = softmax.add_row_sums(state, alpha, p, CONFIG.COMPENSATED)  # noqa: E741
         if params.dropout.threshold is not None:
             p = tl.where(keep_mask(params.dropout, info.stream, rows, start_n, BLOCK_N), p, 0.0)
-        v_j = load_v(kv, tile, exists, CONFIG)  # [N, Dv]
+        if CONFIG.V_SCALES == "key":
+            v_scale = scales_of_tile(descales.v, kv, tile, start_n, "key", CONFIG)
+            p = scaled_by_key(p, v_scale, "key", 0)
+        v_j = number_rows(load_v(kv, tile, exists, CONFIG), VALUES, DV, CONFIG)  # [N, Dv]
         acc = add_product(state.acc, alpha[:, None], p, v_j, DV, CONFIG)
+        if CONFIG.VALUES == "bf16x2":
+            acc = add_product(acc, None, bf16_remainder(p), v_j, DV, CONFIG)
         state = RowState(m, l, acc)
     return state
 

@@ -19,7 +19,7 @@ class KeyValueHead(NamedTuple):
     seqlen: SeqlenInfo
     table: tl.tensor  # pointer to the sequence's first entry
     num_pages: tl.tensor
-    page_stride_k: tl.tensor  # from page to page, in units of ALIGN elements
+    page_stride_k: tl.tensor  # from page to page, in units of KEY_ALIGN elements
     page_stride_v: tl.tensor
 
 
@@ -37,7 +37,7 @@ class KeyTile(NamedTuple):
 @triton.jit
 def key_value_head(k, v, lengths, b, head, seqlen, CONFIG: tl.constexpr):
     """Keys and values of a sequence and key head."""
-    ALIGN: tl.constexpr = CONFIG.ALIGN
+    ALIGN: tl.constexpr = CONFIG.KEY_ALIGN
     k_head, v_head = k.data + head * elements(k.stride_h, ALIGN), v.data + head * elements(v.stride_h, ALIGN)
     stride_k_b, stride_k_n = elements(k.stride_b, ALIGN), elements(k.stride_n, ALIGN)
     stride_v_b, stride_v_n = elements(v.stride_b, ALIGN), elements(v.stride_n, ALIGN)
@@ -149,9 +149,9 @@ def key_pointers(x, page_stride, tile, CONFIG: tl.constexpr, AXIS: tl.constexpr 
     else:
         page = tile.page.to(tl.uint32, bitcast=True).to(tl.int64) * page_stride.to(tl.int64)
         if CONFIG.PAGE_SIZE % CONFIG.BLOCK_N == 0:
-            return row_pointers(HeadRows(x.data + page * CONFIG.ALIGN, x.stride), tile.slot, CONFIG.BLOCK_N, AXIS)
+            return row_pointers(HeadRows(x.data + page * CONFIG.KEY_ALIGN, x.stride), tile.slot, CONFIG.BLOCK_N, AXIS)
         else:
-            return tl.expand_dims((x.data + tile.slot * x.stride) + of_keys(page, CONFIG) * CONFIG.ALIGN, AXIS)
+            return tl.expand_dims((x.data + tile.slot * x.stride) + of_keys(page, CONFIG) * CONFIG.KEY_ALIGN, AXIS)
 
 
 @triton.jit

@@ -28,6 +28,16 @@ class KeyTensor(NamedTuple):
     stride_n: Scalar
 
 
+class ScaleTensor(NamedTuple):
+    """Scales of keys of 8 bits, fp32 `[B|1, num_pages|1, page_size|1, Hkv]`; stride 0 of what is not told apart."""
+
+    data: Pointer
+    stride_b: Scalar
+    stride_p: Scalar
+    stride_n: Scalar
+    stride_h: Scalar
+
+
 class RowTensor(NamedTuple):
     """One value a row, contiguous: `[B, H, Sq]` or `[H, T]`."""
 

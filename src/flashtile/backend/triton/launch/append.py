@@ -5,14 +5,16 @@ from typing import Any
 
 from torch import Tensor
 
+from ....call.cache import writes_descales
 from ....call.cache_tensors import CacheTensors, RotarySettings
 from ....call.call import Call, new_rows
+from ....call.eight_bit import FORMATS
 from ....call.problem import power_of_two
 from ...gpu.kernel import Kernel
 from ...gpu.replay import Recorder
 from ...scalars import rows_last, strides
 from ..constants import AppendConstants
-from . import KERNELS
+from . import KERNELS, eight_bit
 from . import arguments as args
 
 APPEND = Kernel(f"{KERNELS}.append", "append_kernel")
@@ -31,8 +33,8 @@ def append_and_rotate(recorder: Recorder, call: Call, cache: CacheTensors, rotar
     pointers = {
         "q": q,
         "rotated_q": rotated_q,
-        "k_cache": t.k,
-        "v_cache": t.v,
+        "k_cache": eight_bit.key_pointer(t.k),
+        "v_cache": eight_bit.key_pointer(t.v),
         "new_k": new_k,
         "new_v": new_v,
         "cos": cos,
@@ -43,14 +45,15 @@ def append_and_rotate(recorder: Recorder, call: Call, cache: CacheTensors, rotar
         "page_table": recorder.op(rows_last, t.page_table),
         "cu_seqlens_q": t.cu_seqlens_q,
         "seqused_q": None,
+        **eight_bit.scale_pointers(t),
     }
-    scalars = append_scalars(call, pointers, rotary)
+    scalars = append_scalars(call, pointers) | append_constants(call, cache, rotary)
     programs = scalars["num_tiles"] * (scalars["num_heads_q"] + scalars["num_heads_k"]) * args.dense_batch(q)
     recorder.launch(APPEND, pointers, programs, scalars)
     return call if rotated_q is None else call._replace(tensors=t._replace(q=rotated_q))
 
 
-def append_scalars(call: Call, given: Mapping[str, Tensor | None], rotary: RotarySettings) -> dict[str, Any]:
+def append_scalars(call: Call, given: Mapping[str, Any]) -> dict[str, Any]:
     """The scalars of `append_kernel`. Keys and values of `call` are pages, also in a dense cache."""
     t = call.tensors
     packed = t.cu_seqlens_q is not None
@@ -81,18 +84,31 @@ def append_scalars(call: Call, given: Mapping[str, Tensor | None], rotary: Rotar
         "page_size": t.k.shape[1],
         "num_pages": t.k.shape[0],
         "num_columns": table.shape[1],
-        "CONFIG": AppendConstants(
-            D=q.shape[-1],
-            DV=t.v.shape[-1],
-            BLOCK_D=power_of_two(q.shape[-1]),
-            BLOCK_DV=power_of_two(t.v.shape[-1]),
-            HALF=0 if cos is None else cos.shape[1],
-            INTERLEAVED=cos is not None and rotary.interleaved,
-            Q_FIXED=cos is not None and rotary.q_fixed,
-            BLOCK_B=args.block_b(call),
-        ),
-        "num_warps": 1,
+        **eight_bit.scale_strides(eight_bit.descales(t)),
     }
+
+
+def append_constants(call: Call, cache: CacheTensors, rotary: RotarySettings) -> dict[str, Any]:
+    """The compile-time constants of `append_kernel`, and Triton's options."""
+    t, cos, written = call.tensors, cache.rotary_cos, writes_descales(cache)
+    k_scales, v_scales = (
+        "" if x is None else "token" if writes else "given"
+        for x, writes in zip((t.k_descale, t.v_descale), written, strict=True)
+    )
+    compiled = AppendConstants(
+        D=t.q.shape[-1],
+        DV=t.v.shape[-1],
+        BLOCK_D=power_of_two(t.q.shape[-1]),
+        BLOCK_DV=power_of_two(t.v.shape[-1]),
+        HALF=0 if cos is None else cos.shape[1],
+        INTERLEAVED=cos is not None and rotary.interleaved,
+        Q_FIXED=cos is not None and rotary.q_fixed,
+        BLOCK_B=args.block_b(call),
+        KEY_FORMAT=FORMATS.get(t.k.dtype, ""),
+        K_SCALES=k_scales,
+        V_SCALES=v_scales,
+    )
+    return {"CONFIG": compiled, "num_warps": 1}
 
 
 def optional_strides(name: str, x: Tensor | None) -> dict[str, Any]:

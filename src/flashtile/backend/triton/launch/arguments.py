@@ -28,6 +28,7 @@ from ...scalars import (
 )
 from ..constants import TRANSPOSED_ROWS, Constants, HeadDim
 from ..tile_config import KernelConfig
+from . import eight_bit
 
 MAX_BIAS_SPLITS = 16  # partial gradients of a bias, summed at the end
 MAX_BIAS_PROGRAMS = 1024
@@ -44,13 +45,18 @@ def alignment(tensors: list[Tensor]) -> int:
     return bits & -bits
 
 
-def shared_scalars(call: Call, q: Tensor, k: Tensor, v: Tensor, align: int) -> dict[str, Any]:
-    """The scalars of `parameters.Inputs`. `q`, `k` and `v` have contiguous features."""
+def shared_scalars(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, align: int, key_align: int | None = None
+) -> dict[str, Any]:
+    """The scalars of `parameters.Inputs`. `q`, `k` and `v` have contiguous features. With 8 bits, strides of keys have
+    a unit of their own.
+    """
     paged = call.tensors.page_table is not None
+    of_keys = align if key_align is None else key_align
     return {
         **strides("q", q, align),
-        **strides("k", k, align, keys=True, paged=paged),
-        **strides("v", v, align, keys=True, paged=paged),
+        **strides("k", k, of_keys, keys=True, paged=paged),
+        **strides("v", v, of_keys, keys=True, paged=paged),
         **feature_scalars(call),
         **captured_scalars(call.tensors.score_mod_tensors),
         **seqlen_scalars(call),
@@ -60,7 +66,13 @@ def shared_scalars(call: Call, q: Tensor, k: Tensor, v: Tensor, align: int) -> d
 
 
 def constants(
-    call: Call, config: KernelConfig, align: int, pack_gqa: int = 1, splits: int = 1, in_order: bool = False
+    call: Call,
+    config: KernelConfig,
+    align: int,
+    pack_gqa: int = 1,
+    splits: int = 1,
+    in_order: bool = False,
+    key_align: int | None = None,
 ) -> dict[str, Any]:
     """The compile-time constants of forward and backward kernels, and Triton's options. `in_order`: a page table of one
     column is `0 .. batch - 1`.
@@ -75,6 +87,7 @@ def constants(
         COMPENSATED=t.q.dtype is torch.float32,
         PRECISION=precision(t.q.dtype, config),
         ALIGN=align,
+        KEY_ALIGN=align if key_align is None else key_align,
         PAGE_SIZE=t.k.shape[1] if several_pages else 0,
         BLOCK_B=block_b(call),
         BLOCK_M=config.block_m,
@@ -85,6 +98,7 @@ def constants(
         TRANSPOSED=config.block_m == TRANSPOSED_ROWS,
         NUM_WARPS=config.num_warps,
         STAGES=config.num_stages if config.mma else 1,
+        **eight_bit.constants(t),
         EVEN=is_even(call, config),
     )
     return {"CONFIG": compiled, "num_warps": config.num_warps, "num_stages": config.num_stages}
@@ -190,8 +204,8 @@ def pointers(recorder: Recorder, call: Call, q: Tensor, k: Tensor, v: Tensor) ->
     paged = t.page_table is not None
     return {
         "q": q,
-        "k": k,
-        "v": v,
+        "k": eight_bit.key_pointer(k),
+        "v": eight_bit.key_pointer(v),
         **pair_pointers(t),
         **{symbol: recorder.contiguous(x) for symbol, x in head_terms(t).items()},
         "sinks": None,  # for forward only

@@ -58,6 +58,9 @@ def launch_before_attention(recorder: Recorder, given: CacheCall) -> Call:
     assert t.page_table is not None
     recorder.view(cache.k_cache, t.k)
     recorder.view(cache.v_cache, t.v)
+    for base, view in ((cache.k_descale, t.k_descale), (cache.v_descale, t.v_descale)):
+        if base is not None and view is not None:
+            recorder.view(base, view)
     rows = cache.page_table if cache.page_table is not None else cache.cache_batch_idx
     if cache.page_table is not None and cache.cache_batch_idx is not None:
         t = t._replace(page_table=recorder.op(rows_of_table, cache.page_table, cache.cache_batch_idx))

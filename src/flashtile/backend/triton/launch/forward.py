@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ....call.call import Call, Tensors, new_rows, row_stats_shape, split_row_stats
+from ....call.eight_bit import is_eight_bit
 from ....call.plan import Plan
 from ...gpu.block_lists import block_lists, summary
 from ...gpu.kernel import Kernel
@@ -15,7 +16,7 @@ from ...gpu.replay import Recorder
 from ...replays import Results
 from ...scalars import lse_strides, rows_last, splits_of, strides
 from ..constants import TRANSPOSED_ROWS
-from . import KERNELS, products
+from . import KERNELS, eight_bit, products
 from . import arguments as args
 from .called import called_tile
 from .formulas import launch
@@ -50,13 +51,16 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bo
         assert plan.tile.given_splits is not None
         config = plan.tile.given_splits
     splits = splits_of(call, plan.num_splits, config.block_n)
-    align = args.alignment([q, k, v, out])
+    align, key_align = args.alignment([q, k, v, out]), None
+    if is_eight_bit(k):
+        align, key_align = args.alignment([q, out]), args.alignment([k, v])
     tiles = args.num_tiles(call, config.block_m, pack_gqa)
     programs = tiles * (q.shape[1] // pack_gqa) * args.dense_batch(q)
     partials: dict[str, Tensor | None] = {}
     stride_split: dict[str, Any] = {}
     if not config.mma:
         partials = dict.fromkeys(("partial_out", "partial_lse", "partial_residual", "semaphores"))
+        partials |= eight_bit.scale_pointers(t)
         stride_split = {"stride_partials_split": None if splits == 1 else lse.numel()}
     turns = {"heads_at_once": args.heads_at_once(call, q.shape[1] * args.dense_batch(q))} if config.mma else {}
     if splits > 1:
@@ -79,13 +83,14 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bo
         args.pointers(recorder, call, q, k, v) | partials | results | {"sinks": t.sinks} | lists,
         programs * splits,
         {
-            **args.shared_scalars(call, q, k, v, align),
+            **args.shared_scalars(call, q, k, v, align, key_align),
             **list_strides,
             **strides("out", out, align),
             **lse_strides(lse),
-            **args.constants(call, config, align, pack_gqa, splits, in_order),
+            **args.constants(call, config, align, pack_gqa, splits, in_order, key_align),
             **stride_split,
             **turns,
+            **({} if config.mma else eight_bit.scale_strides(eight_bit.descales(t))),
             "num_tiles": tiles,
         },
     )

@@ -136,7 +136,8 @@ def loads_ahead(problem: Problem, device: Device) -> bool:
     address.
     """
     widths = problem.head_dim, problem.head_dim_v
-    asynchronous = all(n * problem.dtype.itemsize % MIN_COPY_BYTES == 0 for n in widths)
+    size = problem.dtype.itemsize if problem.eight_bit is None else 1
+    asynchronous = all(n * size % MIN_COPY_BYTES == 0 for n in widths)
     return has_room(problem.dtype, device) and asynchronous and not (has_pairs(problem) or problem.dropout)
 
 

@@ -45,7 +45,8 @@ def shared_bytes(problem: Problem, tile: KernelConfig, kernel: str) -> int:
     p = problem
     if not tile.mma:
         loaded = max(tile.num_stages - 1, 1) * tile.block_n * (p.head_dim + p.head_dim_v)
-        return (loaded + tile.block_m * (p.head_dim + tile.block_n)) * p.dtype.itemsize
+        loaded *= p.dtype.itemsize if p.eight_bit is None else 1
+        return loaded + tile.block_m * (p.head_dim + tile.block_n) * p.dtype.itemsize
     width, width_v = (max(16, power_of_two(n)) for n in (p.head_dim, p.head_dim_v))
     if kernel == "forward":
         return 2 * (tile.block_m * width + tile.num_stages * tile.block_n * (width + width_v))

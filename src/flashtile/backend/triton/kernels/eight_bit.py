@@ -1,0 +1,168 @@
+"""Keys and values of 8 bits: as numbers that the matrix units take, and their scales.
+
+Every number of 8 bits is one of float16, of bfloat16 and of float32, so that products are exact. Scales of keys
+multiply scores; scales of values multiply probabilities or, where all keys of a head have one, the output.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .keys import keys_exist, of_keys, only_page
+from .rows import Chunks, elements
+
+
+class HeadScale(NamedTuple):
+    """Scales of one sequence and key head. Strides that a scale does not depend on are the number 0."""
+
+    data: tl.tensor  # pointer to the one of position 0, or of page 0 and slot 0
+    stride_p: tl.tensor  # from page to page
+    stride_n: tl.tensor  # from slot to slot
+
+
+class Descales(NamedTuple):
+    """Scales of one sequence and key head: `HeadScale`s by key, numbers by head, 1 if there are none."""
+
+    k: tl.tensor
+    v: tl.tensor
+
+
+@triton.jit
+def descales_of_head(k_descale, v_descale, lengths, b, head, seqlen, CONFIG: tl.constexpr):
+    return Descales(
+        head_scale(k_descale, lengths, b, head, seqlen, CONFIG.K_SCALES, CONFIG),
+        head_scale(v_descale, lengths, b, head, seqlen, CONFIG.V_SCALES, CONFIG),
+    )
+
+
+@triton.jit
+def head_scale(x, lengths, b, head, seqlen, KIND: tl.constexpr, CONFIG: tl.constexpr):
+    if KIND == "":
+        return 1.0
+    else:
+        exists = b < lengths.batch
+        data = x.data + b * elements(x.stride_b, 1) + head * elements(x.stride_h, 1)
+        stride_p, stride_n = elements(x.stride_p, 1), elements(x.stride_n, 1)
+        if KIND == "head":
+            return tl.load(data, mask=exists, other=0.0)
+        elif CONFIG.PAGE_SIZE > 0:
+            return HeadScale(data, stride_p, stride_n)
+        else:
+            table = lengths.page_table.data + b * elements(lengths.page_table.stride_b, 1)
+            page, _ = only_page(table, lengths, seqlen, b, CONFIG)
+            return HeadScale(data + page * stride_p, stride_p, stride_n)
+
+
+@triton.jit
+def scales_of_tile(x, kv, tile, start, KIND: tl.constexpr, CONFIG: tl.constexpr):
+    """The scales of a block of keys, `[N]`, or one number."""
+    if KIND != "key":
+        return x
+    else:
+        n = tl.arange(0, CONFIG.BLOCK_N)
+        exists = tile.exists
+        if CONFIG.PAGE_SIZE == 0:
+            exists = keys_exist(start + n, kv.seqlen.begin, kv.seqlen.end)
+            pointers = x.data + (start + n) * x.stride_n
+        elif CONFIG.PAGE_SIZE % CONFIG.BLOCK_N == 0:
+            page = tile.page.to(tl.uint32, bitcast=True).to(tl.int64)
+            pointers = (x.data + page * x.stride_p) + (tile.slot + n) * x.stride_n
+        else:
+            page = tile.page.to(tl.uint32, bitcast=True).to(tl.int64)
+            pointers = (x.data + tile.slot * x.stride_n) + of_keys(page * x.stride_p, CONFIG)
+        return tl.load(pointers, mask=exists, other=0.0)
+
+
+@triton.jit
+def scaled_by_key(x, scale, KIND: tl.constexpr, AXIS: tl.constexpr):
+    """`x`, whose keys are along the other axis than AXIS, times its scales or one number."""
+    if KIND == "":
+        return x
+    elif KIND == "head":
+        return x * scale
+    else:
+        return x * tl.expand_dims(scale, AXIS)
+
+
+@triton.jit
+def scaled_rows(weight, sums, scale, KIND: tl.constexpr):
+    """The factors `[M]` of outputs, with the scale of a head's values. Rows without keys stay 0, whatever it is."""
+    if KIND == "head":
+        return tl.where(sums == 0, weight, weight * scale)
+    else:
+        return weight
+
+
+@triton.jit
+def numbers(x, dtype: tl.constexpr, FORMAT: tl.constexpr):
+    """A tile of 8-bit integers as the numbers that they stand for. Conversions go by float32 where Triton's interpreter
+    knows no others.
+    """
+    if FORMAT == "int8":
+        return x.to(dtype)
+    elif FORMAT == "int8 by float32":
+        return x.to(tl.float32).to(dtype)
+    elif FORMAT == "e5m2":  # the upper half of a float16
+        return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32).to(dtype)
+    elif FORMAT == "e4m3":
+        return x.to(tl.float8e4nv, bitcast=True).to(dtype)
+    else:
+        # Shifted into the place of a float16's, the exponent is 8 too small; subnormal numbers are right, too.
+        bits = x.to(tl.uint16)
+        magnitude = bits & 0x7F
+        half = ((magnitude << 7) | ((bits & 0x80) << 8)).to(tl.float16, bitcast=True) * 256.0
+        return tl.where(magnitude == 0x7F, float("nan"), half).to(tl.float32).to(dtype)
+
+
+@triton.jit
+def number_rows(x, dtype: tl.constexpr, D: tl.constexpr, CONFIG: tl.constexpr):
+    """Rows or columns of 8 bits as those of `dtype`."""
+    if CONFIG.KEY_FORMAT == "":
+        return x
+    elif D.CHUNK_1 == 0:
+        return Chunks(numbers(x.a, dtype, CONFIG.KEY_FORMAT), x.b)
+    else:
+        return Chunks(numbers(x.a, dtype, CONFIG.KEY_FORMAT), numbers(x.b, dtype, CONFIG.KEY_FORMAT))
+
+
+@triton.jit
+def bf16_remainder(p):
+    """What rounding to bfloat16 takes from `p`."""
+    return p - p.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def quantized(x, scale, FORMAT: tl.constexpr):
+    """The 8-bit integers of `x / scale`, to the nearest, ties to even; beyond the largest number, that one."""
+    ratio = tl.div_rn(x.to(tl.float32), scale)
+    is_nan = ratio != ratio
+    if FORMAT == "int8":
+        whole = tl.minimum(tl.maximum(tl.where(is_nan, 0.0, ratio), -127.0), 127.0)
+        return ((whole + 12582912.0) - 12582912.0).to(tl.int8)  # 1.5 * 2**23, whose last bit is worth 1
+    else:
+        MANTISSA: tl.constexpr = 2 if FORMAT == "e5m2" else 3
+        NORMAL: tl.constexpr = 0.00006103515625 if FORMAT == "e5m2" else 0.015625  # the smallest normal number
+        LARGEST: tl.constexpr = 57344.0 if FORMAT == "e5m2" else 448.0
+        UNIT: tl.constexpr = 128.0 if FORMAT == "e5m2" else 16384.0  # its last bit is worth the smallest number
+        UNIT_BITS: tl.constexpr = (134 if FORMAT == "e5m2" else 141) << 23
+        LESS: tl.constexpr = 112 if FORMAT == "e5m2" else 120  # what the exponent of float32 is more
+        SHIFT: tl.constexpr = 23 - MANTISSA
+        bits = ratio.to(tl.int32, bitcast=True)
+        size = tl.minimum(tl.where(is_nan, 0.0, tl.abs(ratio)), LARGEST)
+        of_size = size.to(tl.int32, bitcast=True)
+        normal = (of_size + ((1 << (SHIFT - 1)) - 1) + ((of_size >> SHIFT) & 1)) >> SHIFT
+        subnormal = (size + UNIT).to(tl.int32, bitcast=True) - UNIT_BITS
+        code = tl.where(size < NORMAL, subnormal, normal - (LESS << MANTISSA))
+        code = tl.where(is_nan, 0x7F, code)
+        return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def scale_of_token(x, FORMAT: tl.constexpr):
+    """The scale for which the largest of a token's features `x [D]` becomes the format's largest."""
+    LARGEST: tl.constexpr = 127.0 if FORMAT == "int8" else 57344.0 if FORMAT == "e5m2" else 448.0
+    size = tl.abs(x.to(tl.float32))
+    size = tl.where(size != size, 0.0, tl.minimum(size, 3.4028234663852886e38))
+    scale = tl.div_rn(tl.max(size, 0), LARGEST)
+    return tl.where(scale > 0, scale, 1.0)

@@ -1,0 +1,79 @@
+"""The arguments of kernels that read or write keys and values of 8 bits."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....call.call import Tensors
+from ....call.device import describe_device
+from ....call.eight_bit import FORMATS, bits, is_eight_bit, scales_of_pages
+from ...gpu.pointers import Described
+
+DIMENSIONS = "bpnh"  # dimensions of scales: sequences, pages, slots, heads
+NATIVE_E4M3 = 89  # the first compute capability with conversions of float8_e4m3fn
+
+
+def key_pointer(x: Tensor) -> Tensor | Described:
+    """k or v as kernels take them: floats of 8 bits as integers, which every chip has."""
+    return Described(x, integers, None) if is_eight_bit(x) and x.dtype.is_floating_point else x
+
+
+def integers(x: Tensor, _: None) -> Tensor:
+    return bits(x)
+
+
+def key_format(k: Tensor) -> str:
+    """`KEY_FORMAT` of a kernel that reads numbers of 8 bits; empty of others."""
+    name = FORMATS.get(k.dtype, "")
+    if name == "e4m3" and not converts_e4m3(k):
+        return "e4m3 by bits"
+    return "int8 by float32" if name == "int8" and k.is_cpu else name
+
+
+def converts_e4m3(k: Tensor) -> bool:
+    arch = describe_device(k.device).arch
+    return arch.startswith("sm_") and int(arch[3:]) >= NATIVE_E4M3
+
+
+def descales(t: Tensors) -> dict[str, Tensor | None]:
+    """The scales of k and v as views `[B|1, num_pages|1, page_size|1, Hkv]`."""
+    views: dict[str, Tensor | None] = {"k_descale": t.k_descale, "v_descale": t.v_descale}
+    table = t.page_table
+    for name, x in views.items():
+        if x is not None and table is not None:
+            views[name] = scales_of_pages(x, t.k, table.shape[0], paged=True)
+    return views
+
+
+def scale_pointers(t: Tensors) -> dict[str, Tensor | None]:
+    return {"k_descale": t.k_descale, "v_descale": t.v_descale}
+
+
+def scale_strides(views: Mapping[str, Tensor | None]) -> dict[str, int | None]:
+    """Strides of scales; 0 of dimensions that a scale does not depend on."""
+    found: dict[str, int | None] = {}
+    for name, x in views.items():
+        for n, dim in enumerate(DIMENSIONS):
+            stride = None if x is None else x.stride(n) if x.shape[n] > 1 else 0
+            found[f"stride_{name}_{dim}"] = stride
+    return found
+
+
+def constants(t: Tensors) -> dict[str, Any]:
+    """The compile-time constants of `forward_kernel`. Probabilities times scales may be outside of float16's range: two
+    bfloat16 numbers stand for one, but in Triton's interpreter, which multiplies none.
+    """
+    kinds, values = scale_kinds(descales(t)), ""
+    if kinds["V_SCALES"] == "key" and t.q.dtype is torch.float16:
+        values = "fp32" if t.q.is_cpu else "bf16x2"
+    return {"KEY_FORMAT": key_format(t.k), "VALUES": values, **kinds}
+
+
+def scale_kinds(views: Mapping[str, Tensor | None]) -> dict[str, str]:
+    """The constants `K_SCALES` and `V_SCALES`."""
+    kinds = {
+        name: "" if x is None else "key" if x.shape[1] > 1 or x.shape[2] > 1 else "head" for name, x in views.items()
+    }
+    return {"K_SCALES": kinds["k_descale"], "V_SCALES": kinds["v_descale"]}

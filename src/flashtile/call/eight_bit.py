@@ -1,0 +1,105 @@
+"""Keys and values of 8 bits: their dtypes, the layouts of their scales, and how new ones are quantized.
+
+A scale multiplies a number of the cache: `k = k_cache * k_descale`, in the accumulation dtype.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
+DTYPES_IN_WORDS = ", ".join(str(dtype).removeprefix("torch.") for dtype in FORMATS)
+DESCALES = ("k_descale", "v_descale")
+
+
+class EightBit(NamedTuple):
+    """What a plan depends on of keys and values of 8 bits."""
+
+    format: str  # "e4m3", "e5m2" or "int8"
+    k_by_key: bool  # scales differ from key to key, or from page to page
+    v_by_key: bool
+
+
+def is_eight_bit(x: Tensor) -> bool:
+    return x.dtype in FORMATS
+
+
+def describe(k: Tensor, k_descale: Tensor | None, v_descale: Tensor | None) -> EightBit | None:
+    """Of pages and their scales, `[B|1, num_pages|1, page_size|1, Hkv]`."""
+    if not is_eight_bit(k):
+        return None
+    by_key = (x is not None and (x.shape[1] > 1 or x.shape[2] > 1) for x in (k_descale, v_descale))
+    return EightBit(FORMATS[k.dtype], *by_key)
+
+
+def shapes_in_words(*, paged: bool) -> str:
+    of_keys = "[num_pages, Hkv], [num_pages, page_size, Hkv]" if paged else "[B_cache, Hkv, S_max]"
+    return f"float32 [Hkv], [B, Hkv], {of_keys}"
+
+
+def is_by_token(descale: Tensor, cache: Tensor) -> bool:
+    """Whether there is a scale for each token and head. An append computes and writes the scales of new tokens."""
+    return descale.shape == cache.shape[:3]
+
+
+def scales_of_pages(descale: Tensor, cache: Tensor, batch: int, *, paged: bool) -> Tensor | None:
+    """A caller's scales as a view `[B|1, num_pages|1, page_size|1, Hkv]`, in which a dense cache has one page for each
+    row; `None` for a shape that is not accepted. A view of this form is its own.
+    """
+    pages = cache.shape[0]
+    heads = cache.shape[2 if paged else 1]
+    if descale.dim() == 4:
+        full = batch, pages, cache.shape[1 if paged else 2], heads
+        return descale if all(n in (1, m) for n, m in zip(descale.shape, full, strict=True)) else None
+    if descale.dim() == 3 and is_by_token(descale, cache):
+        return descale[None] if paged else descale.transpose(1, 2)[None]
+    match tuple(descale.shape):
+        case (h,) if h == heads:
+            return descale[None, None, None]
+        case (b, h) if h == heads and b == batch:
+            return descale[:, None, None]
+        case (p, h) if h == heads and paged and p == pages:
+            return descale[None, :, None]
+        case (p, 1, h) if h == heads and paged and p == pages:
+            return descale[None]
+    return None
+
+
+def is_ambiguous(descale: Tensor, cache: Tensor, batch: int, *, paged: bool) -> bool:
+    """Whether `[n, Hkv]` may be scales of n sequences or of n pages."""
+    return paged and descale.dim() == 2 and descale.shape[0] == cache.shape[0] == batch > 1
+
+
+def quantize(x: Tensor, descale: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """`x / descale`, both float32, to the nearest number of 8 bits, ties to even; larger ones become the largest. NaN
+    stays NaN, and is 0 in int8.
+    """
+    largest = LARGEST[dtype]
+    scaled = x.float() / descale
+    if dtype is torch.int8:
+        scaled = scaled.nan_to_num(0.0, posinf=largest, neginf=-largest).round()
+    return scaled.clamp(-largest, largest).to(dtype)
+
+
+def own_scales(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scale of each token and head of `x [..., D]`: the largest becomes the largest number of 8 bits. Scales of
+    zeros are 1; NaN and infinities, which no scale serves, count as 0 and as the largest float32.
+    """
+    largest = x.float().abs().nan_to_num(0.0).amax(dim=-1)
+    scale = largest / LARGEST[dtype]
+    return torch.where(scale > 0, scale, 1.0)
+
+
+def bits(x: Tensor) -> Tensor:
+    """The elements as integers, for operations that 8-bit dtypes do not have; a view."""
+    return x.view(torch.uint8) if x.dtype.is_floating_point and is_eight_bit(x) else x
+
+
+def number(descale: Tensor | None, sequence: Tensor, page: Tensor, slot: Tensor) -> Tensor | float:
+    """The scales of tokens in the pages of their sequences, `[..., Hkv]`."""
+    if descale is None:
+        return 1.0
+    index = (x if n > 1 else torch.zeros_like(x) for x, n in zip((sequence, page, slot), descale.shape, strict=False))
+    return descale[tuple(index)]
