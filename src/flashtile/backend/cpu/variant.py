@@ -8,7 +8,9 @@ from ...expression import Formula
 from ...expression.derivative import Load
 from ...expression.program import joined
 
-FORWARD, BACKWARD, TABLE = "forward", "backward", "distance_table"  # names of the compiled functions
+# Names of the compiled functions.
+FORWARD, BACKWARD, TANGENTS, TABLE = "forward", "backward", "tangents", "distance_table"
+CAPTURED = "captured"
 LOG2E = math.log2(math.e)
 
 
@@ -32,6 +34,7 @@ class Variant(NamedTuple):
     row_values: bool = False  # whether lanes of products with V, and with K in backward, run over features
     decode: bool = False  # forward only
     tiles: bool = False  # products of bfloat16 matrix tiles; forward only
+    tangents: tuple[str, ...] = ()  # fields of inputs with a tangent, `CAPTURED` for any of the formula's tensors
 
     @property
     def real_dtype(self) -> str:
@@ -56,7 +59,13 @@ class Variant(NamedTuple):
             row_values=self.row_values,
             decode=self.decode,
             tiles=self.tiles,
+            tangents=(CAPTURED,) if self.score_tangents else self.tangents[:1],
         )
+
+    @property
+    def score_tangents(self) -> bool:
+        """Whether scores have a tangent."""
+        return any(name not in ("v", "sinks") for name in self.tangents)
 
     @property
     def functions(self) -> Formula | None:
@@ -100,10 +109,10 @@ class TaskSplit(NamedTuple):
 
 
 # Fields of the argument block, 8 bytes each. Strides are in elements, `work_size` in bytes. `residual` is the distance
-# from lse to its residual, 0 where that is not kept.
+# from lse to its residual, 0 where that is not kept. `dq` and others are gradients in backward, else tangents.
 ADDRESSES = """
 q k v out lse mask bias captured blocks sinks seed sequences page_table partial_out partial_lse counter workspace
-dout dlse delta dq dk dv dbias dbias_error dslopes
+dout dlse delta dq dk dv dbias dbias_error dslopes dsinks
 """
 INTEGERS = """
 tasks batch num_heads_kv groups seqlen_total head_dim head_dim_v panels splits chunk
@@ -114,4 +123,9 @@ dout_b dout_h dout_s dq_split dq_b dq_h dq_s dk_b dk_h dk_s dv_b dv_h dv_s
 dbias_b dbias_h dbias_i dbias_j share_b share_h total_keys out_is_real residual
 """
 REALS = "factor scale softcap_scale keep_scale"
-FIELDS = (*(ADDRESSES + INTEGERS + REALS).split(), *HEAD_TERMS, *(f"{symbol}_b" for symbol in HEAD_TERMS))
+FIELDS = (
+    *(ADDRESSES + INTEGERS + REALS).split(),
+    *HEAD_TERMS,
+    *(f"{symbol}_b" for symbol in HEAD_TERMS),
+    *(f"d{symbol}_b" for symbol in HEAD_TERMS),
+)
