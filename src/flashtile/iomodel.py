@@ -18,8 +18,8 @@ def backward_flops(pairs: int, head_dim: int, head_dim_v: int) -> int:
 
 
 def tangent_flops(pairs: int, head_dim: int, head_dim_v: int, of_scores: int, of_values: int) -> int:
-    """Forward's two products, and the tangents' products: dq k and q dk, `of_scores` many; (p ds) v
-    and p dv, `of_values` many. With all four they are three forward passes.
+    """Forward's two products, and the tangents' products: `of_scores` of dq k and q dk, `of_values` of (p ds) v and
+    p dv. With all four they are three forward passes.
     """
     return 2 * pairs * ((1 + of_scores) * head_dim + (1 + of_values) * head_dim_v)
 

@@ -119,8 +119,9 @@ def gradients_of_both(
     cotangents: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
     needed: Sequence[bool],
 ) -> list[Tensor | None]:
-    """The gradients of `call.tensors.flat()` and of the tangents that are needed, from those of `out`, `lse` and their
-    tangents. The tangents are linear in those of inputs, so their gradients come from the backward operator.
+    """The needed gradients of `call.tensors.flat()` and of the inputs' tangents, from the cotangents of `out`, `lse`
+    and their tangents. The results' tangents are linear in the inputs', whose gradients so come from the backward
+    operator.
     """
     out, row_stats = results[0], results[1].detach()  # as in `autograd.Attention`
     flat, (cout, clse, cdout, cdlse) = call.tensors.flat(), cotangents

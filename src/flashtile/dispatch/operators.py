@@ -146,7 +146,7 @@ class Operators:
         return *gradients, *modified
 
     def with_tangents(self, call: Call, tangents: Tangents) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`out`, `lse` and their tangents, from the tangents of inputs, of which one is there."""
+        """`out`, `lse` and their tangents, from the tangents of inputs: at least one."""
         present = [x for x in tangents.flat() if x is not None]
         return self.tangents(tangents.moves.flat(), present, *self.arguments(call))  # type: ignore[no-any-return]
 
@@ -333,7 +333,7 @@ def one_by_one(op: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *arg
 
 
 def one_tangent_by_one(op: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-    """As `one_by_one`. Where tangents alone differ between examples, `out` and `lse` are those of all."""
+    """As `one_by_one`. Examples that differ in tangents alone share `out` and `lse`."""
     outputs, dims = one_by_one(op, info, in_dims, *arguments)
     batched = [dim for of in in_dims[2:] for dim in (of if isinstance(of, list | tuple) else [of])]
     if info.batch_size == 0 or any(dim is not None for dim in batched):
