@@ -93,6 +93,10 @@ def level_of_pytorch() -> int:
 forward_level = (
     level_by_trial if find("torch.autograd.forward_ad", "_current_level", None) is None else level_of_pytorch
 )
+# A context in which forward mode computes tangents; an autograd.Function has switched that off.
+forward_mode: Callable[[], AbstractContextManager[Any]] = functools.partial(
+    find("torch.autograd.forward_ad", "_set_fwd_grad_enabled", nullcontext), True
+)
 _eager_transforms: Any = find("torch._functorch", "eager_transforms", None)
 
 
@@ -110,6 +114,19 @@ def only_functionalize() -> bool:
     """Whether torch.func.functionalize is around this, and no other transform; False where that cannot be known."""
     levels = _interpreter_stack() or ()
     return len(levels) > 0 and all(level.key() == _FUNCTIONALIZE for level in levels)
+
+
+_JVP: Any = getattr(find("torch._C._functorch", "TransformType", None), "Jvp", None)
+
+
+def innermost_is_forward() -> bool:
+    """Whether the innermost transform is forward mode, so that `unpack_dual` gives the tangents of an open level; False
+    where that cannot be known.
+    """
+    if maybe_current_level() is None:
+        return True
+    levels = _interpreter_stack() or ()
+    return len(levels) > 0 and _JVP is not None and levels[-1].key() == _JVP
 
 
 # Tensors that `torch.autograd.grad(..., is_grads_batched=True)` batches.
@@ -164,7 +181,8 @@ def with_autograd() -> AbstractContextManager[Any] | None:
     if _DISPATCH is None:
         return None
     key, key_set, _, excluded, included, guard = _DISPATCH
-    keys, exclude = (key.AutogradFunctionality, key.ADInplaceOrView), excluded()
+    # Forward mode makes tensors of zeros without memory, which no kernel can read below the last key.
+    keys, exclude = (key.AutogradFunctionality, key.ADInplaceOrView, key.ZeroTensor), excluded()
     if not any(exclude.has(x) for x in keys):
         return None
     for x in keys:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..call import counting
-from ..call.call import Call, Needs, differentiable_positions, new_rows, row_stats_shape
+from ..call.call import Call, Needs, Tangents, differentiable_positions, lse_shape, new_rows, row_stats_shape
 from ..call.problem import Problem, accumulation_dtype
 from ..call.record import record_of
 from ..locks import process_lock
@@ -58,6 +58,15 @@ def backward(call: Call, needs: Needs) -> list[Tensor | None] | None:
     flat: Sequence[Tensor | None] = call.tensors.flat()
     wanted = zip(differentiable_positions(len(flat)), needs.flat(), strict=True)
     return [torch.zeros_like(x) if needed and (x := flat[n]) is not None else None for n, needed in wanted]
+
+
+def tangents(call: Call, given: Tangents) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """As `forward`, of a forward pass with tangents, which is seen as one without."""
+    results = forward(call)
+    if results is None:
+        return None
+    out, row_stats = results
+    return out, row_stats, torch.zeros_like(out), row_stats.new_zeros(lse_shape(call.tensors.q))
 
 
 def log(call: Call, needs: Needs | None) -> None:
