@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call.call import HEAD_TERMS, Call, Gradients, Needs, Tensors, split_row_stats
+from ...call.call import HEAD_TERMS, Call, Needs, Tangents, Tensors, split_row_stats
 from ...call.formulas import mask_formula, score_formula
 from ...call.problem import accumulation_dtype
 from ...expression import Formula
@@ -78,7 +78,7 @@ def with_derivative(variant: Variant, call: Call, needs: Needs) -> Variant:
     return variant._replace(formula=differentiated, loads=tuple(loads), wide=wide)
 
 
-def with_tangents(variant: Variant, call: Call, tangents: Gradients) -> Variant:
+def with_tangents(variant: Variant, call: Call, tangents: Tangents) -> Variant:
     """The variant for forward mode, whose formula has the results of `pushforward`."""
     of_tensors = [x is not None for x in tangents.score_mod_tensors]
     moving = [name for name in ("q", "k", "v", "bias", "sinks") if getattr(tangents, name) is not None]
@@ -193,7 +193,7 @@ def stored(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [x.detach().to(getattr(torch, stored_dtype(type_of(x).dtype))) for x in tensors]
 
 
-def tangent_tensors(call: Call, tangents: Gradients) -> dict[str, Tensor]:
+def tangent_tensors(call: Call, tangents: Tangents) -> dict[str, Tensor]:
     """The tangents of all inputs but captured tensors by field name, in the dtypes that kernels read."""
     given = {f"d{name}": getattr(tangents, name) for name in ("q", "k", "v", "bias")}
     found = {name: rows_last(x) if name != "dbias" else x for name, x in given.items() if x is not None}

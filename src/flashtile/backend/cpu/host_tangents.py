@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ...call.call import Call, Gradients, new_rows, row_stats_shape, split_row_stats
+from ...call.call import Call, Tangents, new_rows, row_stats_shape, split_row_stats
 from ...call.plan import Plan
 from ...call.problem import accumulation_dtype
 from ..scalars import rows_last
@@ -15,7 +15,7 @@ from .machine_code import CpuKernel
 from .variant import TANGENTS
 
 
-def tangents(plan: Plan, call: Call, of_inputs: Gradients) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def tangents(plan: Plan, call: Call, of_inputs: Tangents) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`out` and `lse` of a call and their tangents, from those of its inputs: `None` for an input without one."""
     q, k, v = (rows_last(x) for x in call.tensors[:3])
     out, dout = (new_rows(call.tensors.q, q.shape[1], v.shape[-1], q.dtype) for _ in range(2))
