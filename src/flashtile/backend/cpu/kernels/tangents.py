@@ -78,8 +78,7 @@ class TangentKernel(ForwardKernel):
                     x = a.pointer(f"d{symbol}")[task.b * a.integer(f"d{symbol}_b") + h]
                     getattr(w, f"d{symbol}")[at] = x * self.variant.score_unit
             if "sinks" in tangents:
-                counts = a.pointer("sinks")[h].differs(-math.inf)
-                w.dl[at] = code.select(counts, a.pointer("dsinks")[h], 0.0)
+                w.dl[at] = a.pointer("dsinks")[h]
 
     # Blocks of keys ---------------------------------------------------------------------------------------------------
 
