@@ -1,9 +1,9 @@
 """Forward mode and second derivatives beside dense attention: `python benchmarks/derivatives.py --device cuda`.
 
-Milliseconds, medians of rounds in alternation. `jvp` is `torch.func.jvp` of attention by q, k and v. `double backward`
-is the backward pass of the three gradients, `hvp` all three passes of a Hessian-vector product. Dense attention is
-`softmax(q @ k.T) @ v` in the inputs' dtype, and SDPA's math backend. With `--memory`, peak memory instead: on a GPU,
-MiB that the derivative allocates beyond its inputs and results, over lengths; dense up to 4096 tokens.
+Milliseconds, medians of rounds in alternation. `forward` is attention itself, `jvp` is `torch.func.jvp` of it by q, k
+and v. `double backward` is the backward pass of the three gradients, `hvp` all three passes of a Hessian-vector product.
+Dense attention is `softmax(q @ k.T) @ v` in the inputs' dtype, and SDPA's math backend. With `--memory`, peak memory
+instead: on a GPU, MiB that the derivative allocates beyond its inputs and results, over lengths; dense up to 4096.
 """
 
 import csv
@@ -54,6 +54,7 @@ def derivatives(attention: Attention, inputs: Inputs, others: Inputs) -> dict[st
 
     first = gradients()
     return {
+        "forward": lambda: attention(*inputs),
         "jvp": lambda: torch.func.jvp(attention, inputs, others),
         "double backward": lambda: torch.autograd.grad(first, leaves, others, retain_graph=True),
         "hvp": lambda: torch.autograd.grad(gradients(), leaves, others),
@@ -78,21 +79,26 @@ def random_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
 
 
 def times(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, causal: bool, rounds: int
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    causal: bool,
+    rounds: int,
+    wanted: tuple[str, ...] = (),
 ) -> dict[str, dict[str, float]]:
-    """Medians by derivative and provider."""
+    """Medians by derivative and provider, of all or of the wanted derivatives."""
     inputs, others = random_inputs(shape, dtype, device)
     functions = {name: derivatives(attention, inputs, others) for name, attention in providers(causal).items()}
-    result = {}
-    for what in functions["flashtile"]:
-        samples: dict[str, list[float]] = {name: [] for name in functions}
-        for n in range(rounds + 1):
-            for name, function in functions.items():
-                sample = milliseconds(function[what], device)
+    samples: dict[str, dict[str, list[float]]] = {
+        what: {name: [] for name in functions} for what in wanted or functions["flashtile"]
+    }
+    for n in range(rounds + 1):
+        for what, of_providers in samples.items():
+            for name, found in of_providers.items():
+                sample = milliseconds(functions[name][what], device)
                 if n > 0:  # the first round warms up
-                    samples[name].append(sample)
-        result[what] = {name: statistics.median(x) for name, x in samples.items()}
-    return result
+                    found.append(sample)
+    return {what: {name: statistics.median(x) for name, x in found.items()} for what, found in samples.items()}
 
 
 def peaks(
@@ -118,16 +124,19 @@ def peaks(
 @click.option("--shape", default="2,16,1024,64", help="Batch, heads, tokens, head dimension.")
 @click.option("--causal", is_flag=True)
 @click.option("--rounds", default=7)
+@click.option("--only", multiple=True, help="A derivative, by its name in the table; any number of them.")
 @click.option("--memory", is_flag=True, help="Peak memory at 1k, 4k and 16k tokens instead of times.")
 @click.option("--out", type=click.File("a"), default=sys.stdout, help="CSV file to append to.")
-def main(device: str, dtype: str, shape: str, causal: bool, rounds: int, memory: bool, out: TextIO) -> None:
+def main(
+    device: str, dtype: str, shape: str, causal: bool, rounds: int, only: tuple[str, ...], memory: bool, out: TextIO
+) -> None:
     batch, heads, tokens, dim = (int(n) for n in shape.split(","))
     of, on = getattr(torch, dtype), torch.device(device)
     writer = csv.writer(out)
     writer.writerow(["unit", "device", "dtype", "shape", "causal", "derivative", *providers(causal)])
     for length in LENGTHS if memory else (tokens,):
         sizes = (batch, heads, length, dim)
-        table = peaks(sizes, of, on, causal) if memory else times(sizes, of, on, causal, rounds)
+        table = peaks(sizes, of, on, causal) if memory else times(sizes, of, on, causal, rounds, only)
         for what, row in table.items():
             figures = ["" if x is None else f"{x:.2f}" for x in row.values()]
             name = "x".join(str(n) for n in sizes)
