@@ -46,6 +46,47 @@ def forward(problem: Problem, device: Device) -> Iterator[tuple[TileConfig, int]
         yield plain._replace(forward=tile, given_splits=row.forward), 1
 
 
+def tangents(problem: Problem, device: Device) -> Iterator[TileConfig]:
+    """Tiles of forward with tangents, which has two accumulators and twice the keys and values in memory."""
+    p, row = problem, row_of(problem, device)
+    plain = TileConfig(row.forward, row.dkdv, row.dq)
+    if device.type == "cpu":
+        yield plain._replace(tangents=row.forward)
+        return
+    for tile in tangent_tiles(p, device):
+        yield plain._replace(tangents=tile)
+
+
+def tangent_tiles(problem: Problem, device: Device) -> tuple[KernelConfig, ...]:
+    """The tiles of a width that a chip has the shared memory for; with features of pairs, of fewer keys."""
+    p = problem
+    if p.dtype is torch.float32:
+        table = tables.SINGLE_TANGENTS
+    else:
+        table = tables.HALF_TANGENTS
+    found = fitting(table, p)
+    if misaligned(p, device):
+        found = tuple(x._replace(block_m=32, num_warps=4) for x in found)
+    if needs_room(p, device):
+        found = tuple(x._replace(block_n=max(16, x.block_n // 2)) for x in found)
+    tiles = dict.fromkeys(tangents_within_memory(x, p, device) for x in found)
+    return tuple(tiles)
+
+
+def tangents_within_memory(tile: KernelConfig, problem: Problem, device: Device) -> KernelConfig:
+    """The tile, or with fewer stages, keys and then rows one that a chip has the shared memory for."""
+    while not fits(problem, device, tile, "tangents") and max(tile.block_m, tile.block_n, tile.num_stages) > 1:
+        if tile.num_stages > 1:
+            tile = tile._replace(num_stages=tile.num_stages - 1)
+        elif tile.block_n > 16:
+            tile = tile._replace(block_n=tile.block_n // 2)
+        elif tile.block_m > 16:
+            tile = tile._replace(block_m=tile.block_m // 2)
+        else:
+            break
+    return tile
+
+
 def forward_tiles(tile: KernelConfig, problem: Problem, device: Device) -> tuple[KernelConfig, ...]:
     """The tile that serves all features; of plain calls the tiles that were measured, where there are any."""
     p = problem
