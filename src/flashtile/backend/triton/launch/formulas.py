@@ -54,9 +54,7 @@ def device_function(
     return DeviceFunction(jit(defined(name, text.replace(role, name, 1), name, names)), position_inputs)
 
 
-def function_of(
-    call: Call, formula: Formula, tangents: Sequence[Tensor] = (), **derivatives: Any
-) -> DeviceFunction:
+def function_of(call: Call, formula: Formula, tangents: Sequence[Tensor] = (), **derivatives: Any) -> DeviceFunction:
     """The device function of a call's formula, with the `derivatives` that a kernel uses."""
     accurate = call.tensors.q.dtype is torch.float32
     wide = any(needs_wide_offsets(x) for x in (*call.tensors.score_mod_tensors, *tangents))

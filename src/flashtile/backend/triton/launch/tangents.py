@@ -39,9 +39,7 @@ def launch_tangents(recorder: Recorder, plan: Plan, call: Call, moves: Needs) ->
     row_stats = args.new_result(recorder, call, q.new_empty(row_stats_shape(call), dtype=torch.float32), -torch.inf)
     lse = split_row_stats(q, row_stats)[0]
     dlse = args.new_result(recorder, call, q.new_empty(lse_shape(q), dtype=torch.float32), 0)
-    out, dout = (
-        args.new_result(recorder, call, new_rows(t.q, q.shape[1], v.shape[-1], q.dtype), 0) for _ in range(2)
-    )
+    out, dout = (args.new_result(recorder, call, new_rows(t.q, q.shape[1], v.shape[-1], q.dtype), 0) for _ in range(2))
     align = args.alignment([x for x in (q, k, v, out, dout, dq, dk, dv) if x is not None])
     tiles = args.num_tiles(call, config.block_m)
     lists, list_strides = block_lists(recorder, call, config.block_m, config.block_n, None)

@@ -58,13 +58,10 @@ def tangents(problem: Problem, device: Device) -> Iterator[TileConfig]:
 
 
 def tangent_tiles(problem: Problem, device: Device) -> tuple[KernelConfig, ...]:
-    """The tiles of a width that a chip has the shared memory for; with features of pairs, of fewer keys."""
+    """The tiles of a width that a chip has the shared memory for; with a feature of each pair, of fewer keys."""
     p = problem
-    if p.dtype is torch.float32:
-        table = tables.SINGLE_TANGENTS
-    else:
-        table = tables.HALF_TANGENTS
-    found = fitting(table, p)
+    most = tables.MOST_TANGENTS if has_most(p.dtype, device) else tables.HALF_TANGENTS
+    found = fitting(tables.SINGLE_TANGENTS if p.dtype is torch.float32 else most, p)
     if misaligned(p, device):
         found = tuple(x._replace(block_m=32, num_warps=4) for x in found)
     if needs_room(p, device):
@@ -75,15 +72,13 @@ def tangent_tiles(problem: Problem, device: Device) -> tuple[KernelConfig, ...]:
 
 def tangents_within_memory(tile: KernelConfig, problem: Problem, device: Device) -> KernelConfig:
     """The tile, or with fewer stages, keys and then rows one that a chip has the shared memory for."""
-    while not fits(problem, device, tile, "tangents") and max(tile.block_m, tile.block_n, tile.num_stages) > 1:
-        if tile.num_stages > 1:
-            tile = tile._replace(num_stages=tile.num_stages - 1)
-        elif tile.block_n > 16:
-            tile = tile._replace(block_n=tile.block_n // 2)
-        elif tile.block_m > 16:
-            tile = tile._replace(block_m=tile.block_m // 2)
-        else:
+    sides = (("num_stages", 1), ("block_n", 16), ("block_m", 16))
+    while not fits(problem, device, tile, "tangents"):
+        side = next((name for name, least in sides if getattr(tile, name) > least), None)
+        if side is None:
             break
+        least = dict(sides)[side]
+        tile = tile._replace(**{side: max(least, getattr(tile, side) // 2)})
     return tile
 
 
