@@ -42,12 +42,12 @@ def tangents(x: Sequence, y: Forward, t: InputTangents) -> RowTangents:
         dlse, of_lse = dlse + moved, of_lse + moved.abs()
     out, v = y.out.total, y.v
     dv = torch.zeros_like(v) if t.v is None else t.v.repeat_interleave(x.group, 0)
-    losses = y.kept.losses(visible)
-    of_out = out.abs().where(out.isfinite(), 0.0)
+    losses, of_row = y.kept.losses(visible), of_lse[:, :, None]
     total = visible_matmul(kept, dv, visible) + visible_matmul(kept * ds, v, visible) - dlse[:, :, None] * out
-    squares = visible_matmul(kept.square(), dv.square(), visible) + (of_lse[:, :, None] * of_out).square()
-    absolutes = visible_matmul(kept, dv.abs(), visible) + of_lse[:, :, None] * of_out
-    loss = visible_matmul(losses, dv.abs(), visible) + (losses * size).sum(2, keepdim=True) * of_out
+    squares = visible_matmul(kept.square(), dv.square(), visible) + of_row.square() * y.out.squares
+    absolutes = visible_matmul(kept, dv.abs(), visible) + of_row * y.out.absolutes
+    loss = visible_matmul(losses, dv.abs(), visible) + of_row * y.out.loss
+    loss = loss + (losses * size).sum(2, keepdim=True) * y.out.absolutes
     sums = Sums(
         total,
         absolutes=absolutes + visible_matmul(kept * size, v.abs(), visible),

@@ -34,10 +34,7 @@ def score_tangent(dproduct, s, moving, dslope, params, info, rows, keys, exists,
     features = params.scores
     ds = dproduct
     if CONFIG.PRODUCTS_MOVE:
-        if features.multiplier is None:
-            ds = ds * (features.factor * LN2)
-        else:
-            ds = ds * features.multiplier
+        ds = ds * (features.factor * LN2 if features.multiplier is None else features.multiplier)
         if features.softcap is not None:
             ds = ds * (1 - s.tanh * s.tanh)
     if moving.dbias.data is not None:

@@ -25,8 +25,8 @@ TANGENTS = Kernel(f"{KERNELS}.tangents", "tangents_kernel")
 
 
 def launch_tangents(recorder: Recorder, plan: Plan, call: Call, moves: Needs) -> Results:
-    """Record the pass; the recorder's inputs are the call's, then the tangents of inputs that move. Returns `out`, `lse`,
-    `dout` and `dlse`.
+    """Record the pass; the recorder's inputs are the call's, then the tangents of inputs that move. Returns `out`,
+    `lse`, `dout` and `dlse`.
     """
     num_inputs = len(call.tensors.flat())
     call = call._replace(tensors=Tensors.from_flat(recorder.inputs[:num_inputs]))

@@ -89,8 +89,8 @@ MMA_ONE_LOOP = tuple(
 # Of rows that were split ahead into bfloat16 parts, up to 64 features.
 SPLIT_DKDV = KernelConfig(64, 64, 4, 1, precision="bf16x6")
 SPLIT_DQ = (KernelConfig(128, 64, 8, 2, precision="bf16x6"), KernelConfig(64, 64, 4, 1, precision="bf16x6"))
-# Of forward with tangents, chosen by ptxas: up to 256 features these spill at most 4 bytes a thread for sm_90 and sm_80.
-# On chips with the most shared memory, on others, and of float32.
+# Forward with tangents, chosen by ptxas: up to 256 features these spill at most 4 bytes a thread for sm_90 and sm_80.
+# On chips with the most shared memory, on others, and for float32.
 MOST_TANGENTS = (
     (64, KernelConfig(64, 64, 4, 2)), (64, KernelConfig(128, 64, 8, 2)),
     (128, KernelConfig(128, 32, 8, 3)),
