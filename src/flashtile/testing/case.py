@@ -108,9 +108,7 @@ class Case:
             results |= {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
         return results
 
-    def _along_tangents(
-        self, leaves: dict[str, Tensor], backend: str, options: dict[str, Any]
-    ) -> dict[str, Tensor]:
+    def _along_tangents(self, leaves: dict[str, Tensor], backend: str, options: dict[str, Any]) -> dict[str, Tensor]:
         """The results, and their tangents as "tout" and "tlse"."""
         import flashtile  # as in `run`
 

@@ -67,7 +67,7 @@ class ScoreModification:
         return torch.zeros(leaf.shape, dtype=torch.float64) if gradient is None else gradient
 
     def _slope(self, tensor: Tensor, direction: Tensor | float = 1.0) -> Tensor:
-        """Directional derivative [H, Sq, Sk], along ones: J @ d is the derivative of sum(d * J^T g) with respect to g."""
+        """Directional derivative [H, Sq, Sk], by default along ones: J @ d is the derivative of sum(d * J^T g) by g."""
         if not self._modified.requires_grad:
             return torch.zeros_like(self.score)
         with torch.enable_grad():

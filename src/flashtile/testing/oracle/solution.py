@@ -220,9 +220,7 @@ class _Solution:
             else:
                 self.sums[name].add_at(..., block)
 
-    def _tangents(
-        self, batch: int, q_rows: Tensor, k_rows: Tensor, shape: tuple[int, int, int]
-    ) -> InputTangents:
+    def _tangents(self, batch: int, q_rows: Tensor, k_rows: Tensor, shape: tuple[int, int, int]) -> InputTangents:
         t, rows = self.tangents, {"q": q_rows, "k": k_rows, "v": k_rows}
         tokens = {name: self._packed(t[name], name)[rows[name]].transpose(0, 1) for name in rows if name in t}
         slopes = t.get("alibi_slopes")

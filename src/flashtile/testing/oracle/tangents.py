@@ -37,18 +37,17 @@ def tangents(x: Sequence, y: Forward, t: InputTangents) -> RowTangents:
     p, kept, visible = y.p, y.kept.value, y.visible
     dlse, of_lse = (p * ds).sum(2), (p * size).sum(2)
     if t.sinks is not None:
-        sink = sink_column(x)[:, :, 0]
-        weight = (sink - y.lse).exp().where(~sink.isinf(), sink.isposinf().double())  # 1 also next to nothing
-        moved = weight * t.sinks[:, None]
+        moved = (sink_column(x)[:, :, 0] - y.lse).exp() * t.sinks[:, None]
+        moved = torch.where(y.lse.isneginf(), 0.0, moved)
         dlse, of_lse = dlse + moved, of_lse + moved.abs()
     out, v = y.out.total, y.v
     dv = torch.zeros_like(v) if t.v is None else t.v.repeat_interleave(x.group, 0)
-    losses = y.kept.losses(visible)
-    of_out, out_squares = (z.where(out.isfinite(), 0.0) for z in (y.out.absolutes, y.out.squares))
+    losses, of_row = y.kept.losses(visible), of_lse[:, :, None]
     total = visible_matmul(kept, dv, visible) + visible_matmul(kept * ds, v, visible) - dlse[:, :, None] * out
-    squares = visible_matmul(kept.square(), dv.square(), visible) + of_lse[:, :, None].square() * out_squares
-    absolutes = visible_matmul(kept, dv.abs(), visible) + of_lse[:, :, None] * of_out
-    loss = visible_matmul(losses, dv.abs(), visible) + (losses * size).sum(2, keepdim=True) * of_out
+    squares = visible_matmul(kept.square(), dv.square(), visible) + of_row.square() * y.out.squares
+    absolutes = visible_matmul(kept, dv.abs(), visible) + of_row * y.out.absolutes
+    loss = visible_matmul(losses, dv.abs(), visible) + of_row * y.out.loss
+    loss = loss + (losses * size).sum(2, keepdim=True) * y.out.absolutes
     sums = Sums(
         total,
         absolutes=absolutes + visible_matmul(kept * size, v.abs(), visible),
