@@ -37,8 +37,9 @@ def tangents(x: Sequence, y: Forward, t: InputTangents) -> RowTangents:
     p, kept, visible = y.p, y.kept.value, y.visible
     dlse, of_lse = (p * ds).sum(2), (p * size).sum(2)
     if t.sinks is not None:
-        moved = (sink_column(x)[:, :, 0] - y.lse).exp() * t.sinks[:, None]
-        moved = torch.where(y.lse.isneginf(), 0.0, moved)
+        sink = sink_column(x)[:, :, 0]
+        weight = (sink - y.lse).exp().where(~sink.isinf(), sink.isposinf().double())  # also where lse is infinite
+        moved = weight * t.sinks[:, None]
         dlse, of_lse = dlse + moved, of_lse + moved.abs()
     out, v = y.out.total, y.v
     dv = torch.zeros_like(v) if t.v is None else t.v.repeat_interleave(x.group, 0)
