@@ -16,7 +16,7 @@ from .blocks import narrow_bounds, panels_see, visible_keys
 from .codegen import Code, Source
 from .combine import combine_splits
 from .kernel import Kernel, kernel_source, store_rows
-from .keys import KeyBlock, load_keys
+from .keys import KeyBlock, key_blocks, load_keys
 from .masking import Window, in_mask, mask_fill
 from .operands import Pointer, Value
 from .products import Panel, declare_scores, declare_values, score_product, value_product
@@ -199,7 +199,7 @@ class ForwardKernel(Kernel):
             state = self.load_mask_and_bias(p, first, count, visible.state)
             with code.if_then(state > HIDDEN):
                 edge = (first < full_lo) | (last > full_hi)
-                seen = [KeyBlock(x + s * skipped, s) for x, s in zip(keys[::2], keys[1::2], strict=True)]
+                seen = [KeyBlock(x.first + x.stride * skipped, x.stride) for x in key_blocks(keys)]
                 self.process_block(p, first, count, BlockKind(edge, state), *seen)
 
     def process_block(self, p: Value, first: Value, count: Value, kind: BlockKind, k: KeyBlock, v: KeyBlock) -> None:

@@ -1,7 +1,7 @@
 """Blocks of keys and values, where they lie in memory or copied to the workspace."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from ..variant import Variant
 from .codegen import Code
@@ -16,6 +16,11 @@ class KeyBlock(NamedTuple):
 
     first: Pointer
     stride: Value
+
+
+def key_blocks(fields: Sequence[Any]) -> list[KeyBlock]:
+    """Blocks from their fields in a row, as functions get them."""
+    return [KeyBlock(*fields[n : n + 2]) for n in range(0, len(fields), 2)]
 
 
 def key_offsets(code: Code, a: Arguments, task: Task, side: str) -> Callable[[Value], Value]:

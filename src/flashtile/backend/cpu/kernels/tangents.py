@@ -19,7 +19,7 @@ from ..workspace import Layout, tangent_layout
 from .codegen import Code, Source
 from .forward import BlockKind, ForwardKernel
 from .kernel import kernel_source, store_rows
-from .keys import KeyBlock
+from .keys import KeyBlock, key_blocks
 from .operands import Value
 from .products import Panel, add_score_product, declare_added_scores
 from .rng import apply_dropout
@@ -86,35 +86,39 @@ class TangentKernel(ForwardKernel):
         self, p: Value, first: Value, count: Value, kind: BlockKind, k: KeyBlock, v: KeyBlock, *tangents: KeyBlock
     ) -> None:
         w, panel, of_keys = self.w, self.panel, dict(zip(self.sides[2:], tangents, strict=True))
-        moves_scores = self.variant.score_tangents
         panel.store(panel.load(w.m, p), w.new_m)
         self.score_product(p, k, count)
-        if moves_scores:
-            self.tangent_product(p, k, of_keys.get("dk"), count)
+        if self.variant.score_tangents:
+            self.call("tangent_product", p, count, *k, *of_keys.get("dk", ()))
         self.with_and_without_mask(kind.state, lambda kernel: kernel.finish_scores(p, first, count, kind.edge))
         self.call("softmax", p, count)
         if self.variant.dropout:
             self.call("dropout", p, first, count)
         self.value_product(p, v, count)
-        if moves_scores:
-            self.add_values(p, w.dscores, v, count, w.dout, w.alpha)
-        if "dv" in of_keys:
-            self.add_values(p, w.scores, of_keys["dv"], count, w.dout, w.ones if moves_scores else w.alpha)
+        self.call("add_tangents", p, count, *v, *of_keys.get("dv", ()))
 
-    def tangent_product(self, p: Value, k: KeyBlock, dk: KeyBlock | None, count: Value) -> None:
-        """The tangents of the block's products, in their units."""
+    def tangent_product(self, p: Value, count: Value, *keys: Any) -> None:
+        """The tangents of the block's products, in their units; `keys` are the fields of k, and of dk if it has one."""
         code, w, depth = self.code, self.w, self.a.integer("head_dim")
         with code.loop(0, count * self.panel.rows, code.lanes) as n:
             w.dscores.store(code.full(), n)
-        queries = p * depth * self.panel.rows
-        products = [(k, w.dq)] if "q" in self.variant.tangents else []
-        products += [] if dk is None else [(dk, w.q)]
+        (k, *dk), queries = key_blocks(keys), p * depth * self.panel.rows
+        products = [*([(k, w.dq)] if "q" in self.variant.tangents else []), *((x, w.q) for x in dk)]
 
         def emit(panel: Panel) -> None:
-            for keys, q in products:
-                add_score_product(code, panel, *keys, count, q + queries, depth, w.dscores)
+            for x, q in products:
+                add_score_product(code, panel, *x, count, q + queries, depth, w.dscores)
 
         self.with_narrow_panels(p, emit)
+
+    def add_tangents(self, p: Value, count: Value, *keys: Any) -> None:
+        """Add the block's terms to the accumulators of dout; `keys` are the fields of v, and of dv if it has one."""
+        (v, *dv), w, alpha = key_blocks(keys), self.w, self.w.alpha
+        if self.variant.score_tangents:
+            self.add_values(p, w.dscores, v, count, w.dout, alpha)
+            alpha = w.ones
+        for x in dv:
+            self.add_values(p, w.scores, x, count, w.dout, alpha)
 
     def final_score(self, tables: ScoreTables, row: Value, at: Value, key: Value) -> FinalScore:
         code, a, w, variant = self.code, self.a, self.w, self.variant
