@@ -67,7 +67,7 @@ def pushforward(program: Program, tensors: tuple[TensorType, ...], wanted: tuple
 
 
 def along(builder: Builder, result: Node, tangents: dict[int, Node]) -> Node:
-    """The tangent of `result` from those of instructions that it depends on."""
+    """The tangent of `result`, from the tangents of instructions that it depends on."""
     for n in range(result.n + 1):
         x = builder.instructions[n]
         if n in tangents or not any(m in tangents for m in x.operands):

@@ -100,7 +100,7 @@ def test_equal_tangents_of_scores() -> None:
     def of_bias(x: torch.Tensor) -> Any:
         return flashtile.attention(q, k, v, bias=x, return_lse=True, backend="cpu")
 
-    (out, _), (dout, dlse) = torch.func.jvp(of_bias, (bias,), (torch.full_like(bias, 1 / 3),))
+    (out, _), (dout, dlse) = torch.func.jvp(of_bias, (bias,), (torch.full_like(bias, 1 / 3),))[:2]
     assert (dlse - 1 / 3).abs().max() <= 12 * 2**-23 / 3
     terms = flashtile.attention(q, k, v.abs(), backend="cpu") + out.abs()
     assert (dout.abs() <= 40 * 2**-23 * terms / 3).all()
@@ -162,7 +162,8 @@ def test_finite_differences() -> None:
     step, ends = 2.0**-16, []
     for h in (step, -step):
         moved = {name: x + h * case.tangents[name] for name, x in case.differentiable().items()}
-        ends.append(flashtile.attention(**case.arguments | moved, return_lse=True, backend="cpu"))
+        arguments: dict[str, Any] = case.arguments | moved
+        ends.append(flashtile.attention(**arguments, return_lse=True, backend="cpu"))
     found = case.run("cpu")
     for plus, minus, name in zip(*ends, ("tout", "tlse"), strict=True):
         torch.testing.assert_close((plus - minus) / (2 * step), found[name], atol=1e-7, rtol=1e-7)

@@ -16,7 +16,7 @@ from .variant import TANGENTS
 
 
 def tangents(plan: Plan, call: Call, of_inputs: Tangents) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`out` and `lse` of a call and their tangents, from those of its inputs: `None` for an input without one."""
+    """`out`, `lse` and the tangents of both, along tangents of the inputs: `None` for an input without one."""
     q, k, v = (rows_last(x) for x in call.tensors[:3])
     out, dout = (new_rows(call.tensors.q, q.shape[1], v.shape[-1], q.dtype) for _ in range(2))
     lse = q.new_empty(row_stats_shape(call), dtype=accumulation_dtype(q.dtype))

@@ -67,7 +67,7 @@ def candidates(problem: Problem, device: Device, needs: Needs | None) -> list[Ca
 
 
 def tangent_candidates(problem: Problem, device: Device, moves: Needs) -> list[Candidate]:
-    """The one way to run a forward pass with tangents, whose rows have those of queries and outputs too."""
+    """The one way to run a forward pass with tangents. A task has queries, outputs, and as many tangents."""
     return [Candidate(tile(problem, copies=2), 1, 0.0)]
 
 
