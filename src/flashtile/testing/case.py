@@ -117,7 +117,7 @@ class Case:
             return getattr(flashtile, self.function)(**arguments, return_lse=True, backend=backend, **options)
 
         inputs = tuple(leaves[name] for name in self.tangents)
-        (out, lse), (tout, tlse) = torch.func.jvp(call, inputs, tuple(self.tangents.values()))
+        (out, lse), (tout, tlse) = torch.func.jvp(call, inputs, tuple(self.tangents.values()))[:2]
         return {"out": out, "lse": lse, "tout": tout, "tlse": tlse}
 
     def _public(self, leaves: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Guarded]]:
