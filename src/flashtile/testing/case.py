@@ -60,7 +60,7 @@ class Case:
     description: str = field(default="")
     forward_only: bool = False
     constant: tuple[str, ...] = ()  # tensors without a gradient
-    tangents: dict[str, Tensor] = field(default_factory=dict)  # of differentiable tensors; with one, forward mode runs
+    tangents: dict[str, Tensor] = field(default_factory=dict)  # for differentiable tensors; with one, forward mode runs
 
     def __post_init__(self) -> None:
         if not self.description:
