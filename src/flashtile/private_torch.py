@@ -94,8 +94,9 @@ forward_level = (
     level_by_trial if find("torch.autograd.forward_ad", "_current_level", None) is None else level_of_pytorch
 )
 # A context in which forward mode computes tangents; an autograd.Function has switched that off.
-forward_mode: Callable[[], AbstractContextManager[Any]] = functools.partial(
-    find("torch.autograd.forward_ad", "_set_fwd_grad_enabled", nullcontext), True
+_set_forward_mode: Any = find("torch.autograd.forward_ad", "_set_fwd_grad_enabled", None)
+forward_mode: Callable[[], AbstractContextManager[Any]] = (
+    nullcontext if _set_forward_mode is None else functools.partial(_set_forward_mode, True)
 )
 _eager_transforms: Any = find("torch._functorch", "eager_transforms", None)
 
@@ -150,6 +151,8 @@ _DISPATCH_NAMES = (
 )  # fmt: skip
 _DISPATCH: Any = tuple(find("torch._C", name, None) for name in _DISPATCH_NAMES)
 _DISPATCH = None if any(x is None for x in _DISPATCH) else _DISPATCH
+# Whether an operator's own work can be differentiated in forward mode; without that, forward mode is composed.
+differentiates_inside_operators = _DISPATCH is not None and _set_forward_mode is not None
 _ONE_LEVEL = hasattr(torch.autograd.Function.__base__, "apply") and unwrap_if_dead is not None
 
 

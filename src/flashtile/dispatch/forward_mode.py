@@ -43,9 +43,10 @@ class DualCall:
 
 def attend_with_duals(call: Call) -> tuple[Tensor, Tensor] | None:
     """`out` and `lse`, with its residual where that is kept, and their tangents. `None` without tangents of the
-    innermost transform, and where an older mechanism than torch.func's batches them.
+    innermost transform, where an older mechanism than torch.func's batches them, and where this PyTorch lacks what an
+    operator needs.
     """
-    if not private_torch.innermost_is_forward():
+    if not (private_torch.differentiates_inside_operators and private_torch.innermost_is_forward()):
         return None
     flat = call.tensors.flat()
     pairs = [(x, None) if x is None else forward_ad.unpack_dual(x) for x in flat]
@@ -60,7 +61,7 @@ def attend_with_duals(call: Call) -> tuple[Tensor, Tensor] | None:
 
 def tangents_of_row_stats(settings: Settings, flat: Optional, tangents: Optional) -> tuple[Tensor, ...]:
     """The tangents of what a forward pass returns, in the jvp of an autograd.Function."""
-    if any(batched.is_batched(x) for x in tangents):
+    if not private_torch.differentiates_inside_operators or any(batched.is_batched(x) for x in tangents):
         return recomputed(composed_tangents, settings, flat, tangents)
     moving = of_inputs(Call(Tensors.from_flat(flat), settings), tangents)
     return applied(AttentionTangents, DualCall(settings, len(flat)), *flat, *moving)[2:]  # type: ignore[no-any-return]

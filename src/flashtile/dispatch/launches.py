@@ -61,7 +61,7 @@ def tiles_of(plan: Plan, call: Call, needs: Needs | None = None) -> dict[str, An
 
 
 def tangent_tiles_of(plan: Plan) -> dict[str, Any]:
-    """The tiles of a forward pass with tangents, by name: the plan's, of which a backend may use one alone."""
+    """The tiles of a forward pass with tangents, by name: the plan's, or the one that its backend has for the pass."""
     tile = getattr(plan.tile, "tangents", None)
     return plan.tile._asdict() if tile is None else {"tangents": tile}
 

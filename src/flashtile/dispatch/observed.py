@@ -19,7 +19,7 @@ from ..call.record import record_of
 from ..locks import process_lock
 
 LOG_VARIABLE = "FLASHTILE_LOG_CALLS"
-See = Callable[..., None]  # of a call, and of the gradients of a backward pass; in forward mode also of what moves
+See = Callable[..., None]  # gets a call and the gradients of a backward pass; in forward mode also the inputs that move
 
 _example: See | None = None  # for all threads: autograd has some of its own
 _known: set[Any] = set()  # kinds of calls in the log

@@ -60,7 +60,7 @@ class Case:
     description: str = field(default="")
     forward_only: bool = False
     constant: tuple[str, ...] = ()  # tensors without a gradient
-    tangents: dict[str, Tensor] = field(default_factory=dict)  # of differentiable tensors; with one, forward mode runs
+    tangents: dict[str, Tensor] = field(default_factory=dict)  # for differentiable tensors; with one, forward mode runs
 
     def __post_init__(self) -> None:
         if not self.description:
@@ -117,7 +117,7 @@ class Case:
             return getattr(flashtile, self.function)(**arguments, return_lse=True, backend=backend, **options)
 
         inputs = tuple(leaves[name] for name in self.tangents)
-        (out, lse), (tout, tlse) = torch.func.jvp(call, inputs, tuple(self.tangents.values()))
+        (out, lse), (tout, tlse) = torch.func.jvp(call, inputs, tuple(self.tangents.values()))[:2]
         return {"out": out, "lse": lse, "tout": tout, "tlse": tlse}
 
     def _public(self, leaves: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Guarded]]:

@@ -142,7 +142,7 @@ def with_pushforward(fn: Function, num_inputs: int, with_tangent: list[int]) -> 
         primals = tuple(inputs[n] for n in with_tangent)
         function = partial_of(fn, inputs, with_tangent)
         if not in_plain_dual_level():
-            outputs, tangents = torch.func.jvp(function, primals, in_tangents)
+            outputs, tangents = torch.func.jvp(function, primals, in_tangents)[:2]
             return *outputs, *tangents
         # The pullback is linear in the cotangents, so its own pullback is the pushforward.
         outputs, pull = torch.func.vjp(function, *primals)[:2]

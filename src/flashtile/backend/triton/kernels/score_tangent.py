@@ -31,19 +31,17 @@ def score_tangent(dproduct, s, moving, dslope, params, info, rows, keys, exists,
     """The tangent `[M, N]` of the final score `s`, natural; of a hidden pair it may be NaN. `dproduct` is the number 0
     if neither q nor k moves.
     """
-    features = params.scores
-    ds = dproduct
+    ds = dproduct  # `params.scores` must not be assigned to a variable: see `scores.modify`
     if CONFIG.PRODUCTS_MOVE:
-        ds = ds * (features.factor * LN2 if features.multiplier is None else features.multiplier)
-        if features.softcap is not None:
+        ds = ds * (params.scores.factor * LN2 if params.scores.multiplier is None else params.scores.multiplier)
+        if params.scores.softcap is not None:
             ds = ds * (1 - s.tanh * s.tanh)
     if moving.dbias.data is not None:
         ds += load_pairs(moving.dbias, params, info.sequence, info.head, rows, keys, exists, 0.0).to(tl.float32)
     if moving.dslopes.data is not None:
         ds -= dslope * distance(info, rows, keys)
-    if features.score_mod is not None:
-        if CONFIG.SCORES_MOVE:
-            ds = ds * s.modified[1]
+    if params.scores.score_mod is not None:
+        ds = ds * s.modified[1]
         if CONFIG.CAPTURED_MOVE:
             ds += s.modified[2]
     return tl.broadcast_to(ds, s.t.shape)
