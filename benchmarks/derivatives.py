@@ -1,17 +1,26 @@
 """Forward mode and second derivatives beside dense attention: `python benchmarks/derivatives.py --device cuda`.
 
-Milliseconds, medians of rounds in alternation. `jvp` is `torch.func.jvp` of attention by q, k and v. `double backward`
-is the backward pass of the three gradients, `hvp` all three passes of a Hessian-vector product. Dense attention is
-`softmax(q @ k.T) @ v` in the inputs' dtype, and SDPA's math backend. With `--memory`, peak memory instead: on a GPU,
-MiB that the derivative allocates beyond its inputs and results, over lengths; dense up to 4096 tokens.
+Milliseconds, medians of rounds in alternation. `forward` is attention itself, `jvp` is `torch.func.jvp` of it by q, k
+and v. `double backward` is the backward pass of the three gradients, `hvp` all three passes of a Hessian-vector
+product. Dense attention is `softmax(q @ k.T) @ v` in the inputs' dtype, and SDPA's math backend. With `--memory`, peak
+memory instead: on a GPU, MiB that the derivative allocates beyond its inputs and results, over lengths; dense up to
+4096 tokens.
+
+With `--sweep benchmarks/derivatives.toml`, on a GPU: device time of `torch.func.jvp` of the kernel, of dense attention
+and of the forward pass alone, for each cell of the file, with TFLOP/s counted as three forward passes, and peak MiB
+beyond inputs and results. `--tiles 64x64x4x2,...` times the kernel with other tiles of rows, keys, warps and stages.
 """
 
+import contextlib
 import csv
 import statistics
 import sys
 import time
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TextIO
+from unittest import mock
 
 import click
 import torch
@@ -20,7 +29,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashtile
+from flashtile.as_arch import ARCHITECTURES, install
+from flashtile.backend.triton.plan import candidates
+from flashtile.backend.triton.tile_config import KernelConfig
 from flashtile.bench.allocation import live_and_peak_bytes
+from flashtile.bench.clocks.cuda import CudaClock
+from flashtile.dispatch import fast_path
+from flashtile.iomodel import forward_flops
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Inputs = tuple[Tensor, ...]
@@ -54,6 +69,7 @@ def derivatives(attention: Attention, inputs: Inputs, others: Inputs) -> dict[st
 
     first = gradients()
     return {
+        "forward": lambda: attention(*inputs),
         "jvp": lambda: torch.func.jvp(attention, inputs, others),
         "double backward": lambda: torch.autograd.grad(first, leaves, others, retain_graph=True),
         "hvp": lambda: torch.autograd.grad(gradients(), leaves, others),
@@ -78,21 +94,26 @@ def random_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
 
 
 def times(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, causal: bool, rounds: int
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    causal: bool,
+    rounds: int,
+    wanted: tuple[str, ...] = (),
 ) -> dict[str, dict[str, float]]:
-    """Medians by derivative and provider."""
+    """Medians by derivative and provider, of all or of the wanted derivatives."""
     inputs, others = random_inputs(shape, dtype, device)
     functions = {name: derivatives(attention, inputs, others) for name, attention in providers(causal).items()}
-    result = {}
-    for what in functions["flashtile"]:
-        samples: dict[str, list[float]] = {name: [] for name in functions}
-        for n in range(rounds + 1):
-            for name, function in functions.items():
-                sample = milliseconds(function[what], device)
+    samples: dict[str, dict[str, list[float]]] = {
+        what: {name: [] for name in functions} for what in wanted or functions["flashtile"]
+    }
+    for n in range(rounds + 1):
+        for what, of_providers in samples.items():
+            for name, found in of_providers.items():
+                sample = milliseconds(functions[name][what], device)
                 if n > 0:  # the first round warms up
-                    samples[name].append(sample)
-        result[what] = {name: statistics.median(x) for name, x in samples.items()}
-    return result
+                    found.append(sample)
+    return {what: {name: statistics.median(x) for name, x in found.items()} for what, found in samples.items()}
 
 
 def peaks(
@@ -112,22 +133,118 @@ def peaks(
     return result
 
 
+class Cell:
+    """Calls of one cell of a sweep: ours along tangents, ours alone, and dense."""
+
+    def __init__(self, cell: dict[str, Any], dtype: torch.dtype, longest_dense: int):
+        batch, heads, tokens, dim = cell["shape"]
+        kv, self.causal, packed = cell.get("heads_kv", heads), cell.get("causal", False), cell.get("packed")
+        self.name = f"{batch}x{heads}{f'/{kv}' if kv < heads else ''}x{tokens}x{dim}"
+        self.name += " causal" * self.causal + (f" packed {packed}" if packed else "")
+        torch.manual_seed(0)
+        shapes = [(batch, h, tokens, dim) for h in (heads, kv, kv) * 2]
+        tensors = [torch.randn(x, dtype=dtype, device="cuda") for x in shapes]
+        pairs = batch * heads * tokens * tokens
+        if packed is None:
+            self.attention: Attention = lambda q, k, v: flashtile.attention(q, k, v, causal=self.causal)  # type: ignore[assignment,return-value]
+        else:
+            assert batch == 1
+            tensors = [x[0].transpose(0, 1).contiguous() for x in tensors]
+            cu = torch.arange(0, tokens + 1, packed, dtype=torch.int32, device="cuda")
+            longest = {"max_seqlen_q": packed, "max_seqlen_k": packed}
+            self.attention = lambda q, k, v: flashtile.attention_varlen(  # type: ignore[assignment,return-value]
+                q, k, v, cu, cu, causal=self.causal, **longest
+            )
+            pairs = heads * (tokens // packed) * packed**2
+        self.inputs, self.tangents = tuple(tensors[:3]), tuple(tensors[3:])
+        self.flops = 3 * forward_flops(pairs, dim, dim) // (2 if self.causal else 1)
+        self.group = heads // kv
+        self.has_dense = packed is None and tokens <= longest_dense
+
+    def along(self) -> Any:
+        return torch.func.jvp(self.attention, self.inputs, self.tangents)[1]
+
+    def dense(self) -> Any:
+        def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return providers(self.causal)["dense"](q, *(x.repeat_interleave(self.group, 1) for x in (k, v)))
+
+        return torch.func.jvp(grouped, self.inputs, self.tangents)[1]
+
+
+def device_time(run: Callable[[], Any], rounds: int) -> float:
+    """Median device milliseconds of a call."""
+    clock = CudaClock(torch.device("cuda"))
+    run()
+    first = clock.seconds(run, 1)
+    calls = max(1, min(20, int(0.02 / max(first, 1e-5))))
+    return 1e3 * statistics.median(clock.seconds(run, calls) for _ in range(rounds if first < 0.05 else 2))
+
+
+@contextlib.contextmanager
+def forced_tile(text: str) -> Iterator[None]:
+    """Forward mode by a tile of rows, keys, warps and stages."""
+    tile = KernelConfig(*(int(n) for n in text.split("x")))  # type: ignore[arg-type]
+    fast_path.forget()
+    with mock.patch.object(candidates, "tangent_tiles", return_value=(tile,)):
+        yield
+    fast_path.forget()
+
+
+def forward_mode(sweep: Path, tiles: list[str], rounds: int, out: TextIO) -> None:
+    """Time the cells of a sweep."""
+    settings = tomllib.loads(sweep.read_text())
+    writer = csv.writer(out)
+    columns = ["forward ms", "dense ms", "times forward", "times faster than dense", "TFLOP/s", "MiB"]
+    writer.writerow(["cell", "backend, tile", "jvp ms", *columns])
+    for given in settings["cells"]:
+        cell = Cell(given, getattr(torch, settings["dtype"]), settings["longest_dense"])
+        with torch.no_grad():
+            forward = device_time(lambda: cell.attention(*cell.inputs), rounds)  # noqa: B023
+            dense = None
+            with contextlib.suppress(torch.OutOfMemoryError):
+                dense = device_time(cell.dense, 2) if cell.has_dense else None
+            for tile in tiles or [""]:
+                with forced_tile(tile) if tile else contextlib.nullcontext(), flashtile.calls() as counts:
+                    cell.along()
+                backend = next(row.backend for row in counts.rows if row.direction == "tangents")
+                with forced_tile(tile) if tile else contextlib.nullcontext():
+                    own = device_time(cell.along, rounds)
+                    left, peak = live_and_peak_bytes(cell.along, torch.device("cuda"))
+                figures = [own, forward, dense, own / forward, dense and dense / own, cell.flops / own / 1e9]
+                words = ["" if x is None else f"{x:.4g}" for x in figures]
+                writer.writerow([cell.name, f"{backend} {tile}".strip(), *words, f"{(peak - left) / 2**20:.1f}"])
+                out.flush()
+        torch.cuda.empty_cache()
+
+
 @click.command(help=__doc__)
 @click.option("--device", default="cpu")
 @click.option("--dtype", default="float32", help="One of torch's.")
 @click.option("--shape", default="2,16,1024,64", help="Batch, heads, tokens, head dimension.")
 @click.option("--causal", is_flag=True)
 @click.option("--rounds", default=7)
+@click.option("--only", multiple=True, help="A derivative, by its name in the table; any number of them.")
 @click.option("--memory", is_flag=True, help="Peak memory at 1k, 4k and 16k tokens instead of times.")
+@click.option("--sweep", type=click.Path(exists=True, path_type=Path), help="A file of cells for forward mode.")
+@click.option("--tiles", default="", help="With --sweep: tiles of the kernel in place of the plan's.")
+@click.option("--as-arch", type=click.Choice(ARCHITECTURES), help="Compile our kernels as for an older chip.")
 @click.option("--out", type=click.File("a"), default=sys.stdout, help="CSV file to append to.")
-def main(device: str, dtype: str, shape: str, causal: bool, rounds: int, memory: bool, out: TextIO) -> None:
+def main(
+    device: str, dtype: str, shape: str, causal: bool, rounds: int, only: tuple[str, ...], memory: bool,
+    sweep: Path | None, tiles: str, as_arch: str | None, out: TextIO,
+) -> None:  # fmt: skip
+    if as_arch is not None:
+        install(as_arch)
+    if sweep is not None:
+        forward_mode(sweep, [x for x in tiles.split(",") if x], rounds, out)
+        return
     batch, heads, tokens, dim = (int(n) for n in shape.split(","))
     of, on = getattr(torch, dtype), torch.device(device)
     writer = csv.writer(out)
     writer.writerow(["unit", "device", "dtype", "shape", "causal", "derivative", *providers(causal)])
     for length in LENGTHS if memory else (tokens,):
         sizes = (batch, heads, length, dim)
-        table = peaks(sizes, of, on, causal) if memory else times(sizes, of, on, causal, rounds)
+        table = peaks(sizes, of, on, causal) if memory else times(sizes, of, on, causal, rounds, only)
         for what, row in table.items():
             figures = ["" if x is None else f"{x:.2f}" for x in row.values()]
             name = "x".join(str(n) for n in sizes)

@@ -127,8 +127,27 @@ def products() -> None:
         attend(q, k, v, **some)
 
 
+def forward_mode() -> None:
+    """Results and tangents of one pass, plain, packed and with features."""
+    for d in (64, 128, 256):
+        q, k, v = (rows(1, 2, n, d).detach() for n in (300, 333, 333))
+        torch.func.jvp(lambda *x: flashtile.attention(*x, causal=True), (q, k, v), (q, k, v))
+    q, k, v = (rows(1, 2, n, 64).detach() for n in (300, 333, 333))
+    bias, sinks = torch.randn(1, 2, 300, 333, device="cuda", dtype=torch.bfloat16), torch.rand(2, device="cuda")
+    inputs = q, k, v, bias, sinks
+
+    def along(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor) -> Any:
+        options = {"bias": bias, "sinks": sinks, "softcap": 5.0, "dropout_p": 0.2, "dropout_seed": 3}
+        return flashtile.attention(q, k, v, **options)
+
+    torch.func.jvp(along, inputs, inputs)
+    cu = torch.tensor([0, 7, 200, 300], dtype=torch.int32, device="cuda")
+    tokens = tuple(torch.randn(300, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    torch.func.jvp(lambda *x: flashtile.attention_varlen(*x, cu, cu, causal=True), tokens, tokens)
+
+
 GROUPS: dict[str, Callable[[], None]] = {
-    x.__name__: x for x in (widths, groups, features, pages, eight_bits, few_rows, products)
+    x.__name__: x for x in (widths, groups, features, pages, eight_bits, few_rows, products, forward_mode)
 }
 
 

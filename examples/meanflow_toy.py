@@ -8,7 +8,8 @@ The average velocity satisfies
 
 and du/dt is one `torch.func.jvp` of the network. Here every point attends to learned tokens with `flashtile.attention`,
 which has a forward mode; the step from noise to data is then x = e - u(e, 0, 1). Most of the loss is the variance of v,
-which no network can predict, so watch the distance to the data.
+which no network can predict, so watch the distance to the data. At the end it prints the time and the peak memory of a
+step with as many tokens as points, by flashtile's attention and by a dense one.
 
     python examples/meanflow_toy.py            # under a minute on two cores; draws meanflow.png
     python examples/meanflow_toy.py --steps 3000 --seed 1 --out long.png
@@ -18,6 +19,8 @@ The picture needs matplotlib: pip install 'flashtile[plot]'. Without it, or with
 
 import importlib.util
 import math
+import statistics
+import time
 from collections.abc import Callable
 
 import click
@@ -27,6 +30,7 @@ from torch import Tensor, nn
 from torch.func import jvp
 
 import flashtile
+from flashtile.bench.allocation import live_and_peak_bytes
 
 WIDTH, HEADS, TOKENS, FREQUENCIES = 128, 2, 32, 4
 POINTS = 512  # in one step of training
@@ -36,17 +40,20 @@ SAMPLES = 2000  # to compare with the data
 class Block(nn.Module):
     """Every point attends to learned tokens, then passes through a small network of its own."""
 
-    def __init__(self) -> None:
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None  # to compare with flashtile's
+
+    def __init__(self, tokens: int) -> None:
         super().__init__()
         self.query = nn.Linear(WIDTH, WIDTH)
-        self.keys = nn.Parameter(torch.randn(1, HEADS, TOKENS, WIDTH // HEADS))
-        self.values = nn.Parameter(torch.randn(1, HEADS, TOKENS, WIDTH // HEADS))
+        self.keys = nn.Parameter(torch.randn(1, HEADS, tokens, WIDTH // HEADS))
+        self.values = nn.Parameter(torch.randn(1, HEADS, tokens, WIDTH // HEADS))
         self.output = nn.Linear(WIDTH, WIDTH)
         self.own = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
 
     def forward(self, h: Tensor) -> Tensor:  # [N, WIDTH]
         q = self.query(h).unflatten(-1, (HEADS, -1)).transpose(0, 1)[None]  # [1, H, N, D]
-        seen = flashtile.attention(q, self.keys, self.values)  # the points are queries of one sequence
+        attention: Callable[..., Tensor] = self.attention or flashtile.attention  # type: ignore[assignment]
+        seen = attention(q, self.keys, self.values)  # the points are queries of one sequence
         h = h + self.output(seen[0].transpose(0, 1).flatten(1))
         return h + self.own(h)
 
@@ -54,10 +61,10 @@ class Block(nn.Module):
 class MeanVelocity(nn.Module):
     """`u(z, r, t)` for points z [N, 2] and times r, t [N]."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: int = TOKENS) -> None:
         super().__init__()
         self.embed = nn.Linear(2 + 4 * FREQUENCIES + 4, WIDTH)
-        self.block = Block()
+        self.block = Block(tokens)
         self.velocity = nn.Linear(WIDTH, 2)
 
     def forward(self, z: Tensor, r: Tensor, t: Tensor) -> Tensor:
@@ -87,6 +94,35 @@ def loss_of(network: nn.Module, x: Tensor) -> Tensor:
     target = (v - (t - r)[:, None] * dudt).detach()
     error = (u - target).square().sum(dim=1)
     return (error / (error.detach() + 0.01).sqrt()).mean()  # large errors count less: section 4.3 of the paper
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * q.shape[-1] ** -0.5).softmax(dim=-1) @ v
+
+
+def cost_of_a_step(network: nn.Module, points: int) -> tuple[float, float]:
+    """Milliseconds, the median of three, and peak MiB of the loss and its gradient."""
+
+    def step() -> None:
+        network.zero_grad()
+        loss_of(network, two_moons(points)).backward()
+
+    step()  # plans, and compiles kernels
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        step()
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times), live_and_peak_bytes(step)[1] / 2**20
+
+
+def compare(size: int) -> None:
+    """Print the cost of a step by each attention, of so many points and tokens."""
+    for name, attention in (("flashtile", None), ("dense attention", dense_attention)):
+        network = MeanVelocity(size)
+        network.block.attention = attention
+        milliseconds, peak = cost_of_a_step(network, size)
+        click.echo(f"a step of {size} points and tokens, {name}: {milliseconds:.0f} ms, peak memory {peak:.0f} MiB")
 
 
 @torch.no_grad()
@@ -138,8 +174,9 @@ def draw(panels: dict[str, Tensor], data: Tensor, noise: Tensor, path: str) -> N
 @click.command()
 @click.option("--steps", default=1000, show_default=True, type=click.IntRange(1), help="Steps of training.")
 @click.option("--seed", default=0, show_default=True, help="Of everything random.")
+@click.option("--compare", "size", default=512, show_default=True, help="Points and tokens of a timed step; 0: none.")
 @click.option("--out", default="meanflow.png", show_default=True, help="The picture; '' draws none.")
-def main(steps: int, seed: int, out: str) -> None:
+def main(steps: int, seed: int, out: str, size: int) -> None:
     """Train a MeanFlow on two moons, and draw what it makes of noise in one step."""
     torch.manual_seed(seed)
     network = MeanVelocity()
@@ -161,6 +198,8 @@ def main(steps: int, seed: int, out: str) -> None:
     click.echo(f"loss: {start:.3f} at the start, {end:.3f} at the end")
     before, after, floor = (distance(x, data) for x in (untrained, trained, two_moons(SAMPLES)))
     click.echo(f"distance to the data: {before:.3f} before training, {after:.3f} after it, {floor:.3f} for other data")
+    if size > 0:
+        compare(size)
     if not out:
         return
     if importlib.util.find_spec("matplotlib") is None:

@@ -17,6 +17,13 @@ def backward_flops(pairs: int, head_dim: int, head_dim_v: int) -> int:
     return 2 * pairs * (3 * head_dim + 2 * head_dim_v)
 
 
+def tangent_flops(pairs: int, head_dim: int, head_dim_v: int, of_scores: int, of_values: int) -> int:
+    """Forward's two products, and the tangents' products: `of_scores` of dq k and q dk, `of_values` of (p ds) v and
+    p dv. With all four they are three forward passes.
+    """
+    return 2 * pairs * ((1 + of_scores) * head_dim + (1 + of_values) * head_dim_v)
+
+
 def least_bytes(inputs: int, rows: int, head_dim_v: int, itemsize: int) -> int:
     """Bytes of a forward that reads each input once (`inputs` bytes in total), and writes out `[rows, head_dim_v]` and
     lse `[rows]` once. Statistics are float32, or float64 for float64.

@@ -93,6 +93,11 @@ def level_of_pytorch() -> int:
 forward_level = (
     level_by_trial if find("torch.autograd.forward_ad", "_current_level", None) is None else level_of_pytorch
 )
+# A context in which forward mode computes tangents; an autograd.Function has switched that off.
+_set_forward_mode: Any = find("torch.autograd.forward_ad", "_set_fwd_grad_enabled", None)
+forward_mode: Callable[[], AbstractContextManager[Any]] = (
+    nullcontext if _set_forward_mode is None else functools.partial(_set_forward_mode, True)
+)
 _eager_transforms: Any = find("torch._functorch", "eager_transforms", None)
 
 
@@ -110,6 +115,19 @@ def only_functionalize() -> bool:
     """Whether torch.func.functionalize is around this, and no other transform; False where that cannot be known."""
     levels = _interpreter_stack() or ()
     return len(levels) > 0 and all(level.key() == _FUNCTIONALIZE for level in levels)
+
+
+_JVP: Any = getattr(find("torch._C._functorch", "TransformType", None), "Jvp", None)
+
+
+def innermost_is_forward() -> bool:
+    """Whether the innermost transform is forward mode, so that `unpack_dual` gives the tangents of an open level; False
+    where that cannot be known.
+    """
+    if maybe_current_level() is None:
+        return True
+    levels = _interpreter_stack() or ()
+    return len(levels) > 0 and _JVP is not None and levels[-1].key() == _JVP
 
 
 # Tensors that `torch.autograd.grad(..., is_grads_batched=True)` batches.
@@ -133,6 +151,8 @@ _DISPATCH_NAMES = (
 )  # fmt: skip
 _DISPATCH: Any = tuple(find("torch._C", name, None) for name in _DISPATCH_NAMES)
 _DISPATCH = None if any(x is None for x in _DISPATCH) else _DISPATCH
+# Whether an operator's own work can be differentiated in forward mode; without that, forward mode is composed.
+differentiates_inside_operators = _DISPATCH is not None and _set_forward_mode is not None
 _ONE_LEVEL = hasattr(torch.autograd.Function.__base__, "apply") and unwrap_if_dead is not None
 
 
@@ -164,7 +184,8 @@ def with_autograd() -> AbstractContextManager[Any] | None:
     if _DISPATCH is None:
         return None
     key, key_set, _, excluded, included, guard = _DISPATCH
-    keys, exclude = (key.AutogradFunctionality, key.ADInplaceOrView), excluded()
+    # Forward mode makes tensors of zeros without memory, which no kernel can read below the last key.
+    keys, exclude = (key.AutogradFunctionality, key.ADInplaceOrView, key.ZeroTensor), excluded()
     if not any(exclude.has(x) for x in keys):
         return None
     for x in keys:

@@ -101,6 +101,15 @@ def test_refuses_what_the_call_would_refuse() -> None:
         flashtile.explain(**ARGUMENTS, max_seqlen_q=3)
 
 
+def test_forward_mode() -> None:
+    """Its backend, tile, and why none before it, where that is not forward's backend."""
+    found = flashtile.explain(**ARGUMENTS, backend="reference")
+    assert (found.backend, found.tangents) == ("reference", "tiled")
+    assert found.tangents_why_not == {"reference": "it has no kernel of forward mode"}
+    assert f"forward mode: backend tiled, {found.tangents_tile}\n  not reference: it has no kernel" in str(found)
+    assert "forward mode" not in str(flashtile.explain(**ARGUMENTS, backend="tiled"))
+
+
 def test_at_least_holds_on_a_busy_machine() -> None:
     """The limit is measured while other processes take most of the processors; the call then has them for itself."""
     q, k, v = (torch.randn(1, 4, 1024, 64) for _ in range(3))

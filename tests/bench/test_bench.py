@@ -98,7 +98,7 @@ def test_filters() -> None:
             sweep.only((wrong,))
 
 
-OTHERS = "masks.toml", "distributed.toml"  # of programs of their own
+OTHERS = "masks.toml", "distributed.toml", "derivatives.toml"  # of programs of their own
 SWEEPS = [path for path in sorted((ROOT / "benchmarks").glob("*.toml")) if path.name not in OTHERS]
 
 

@@ -41,6 +41,27 @@ def test_dense() -> None:
         assert counted(flashtile.attention, *dense()) == [pairs * FORWARD, pairs * BACKWARD]
 
 
+def test_tangents() -> None:
+    """Forward's products and those of the inputs that move."""
+    q, k, v = dense(requires_grad=False)
+    pairs, bias = B * HQ * SQ * SK, torch.zeros(1, 1, SQ, SK)
+
+    def of(moving: int, *tensors: torch.Tensor) -> list[int]:
+        def along(*x: torch.Tensor) -> torch.Tensor:
+            arguments = [*x, *tensors[moving:]]
+            return flashtile.attention(*arguments[:3], bias=arguments[3] if tensors[3:] else None)
+
+        return counted(lambda *x: torch.func.jvp(along, x, x)[1], *tensors[:moving])
+
+    assert of(3, q, k, v) == [3 * pairs * FORWARD]
+    assert of(2, q, k, v) == [pairs * 2 * (3 * D + 2 * DV)]
+    assert counted(lambda x: torch.func.jvp(lambda x: flashtile.attention(q, k, x), (x,), (x,))[1], v) == [
+        pairs * 2 * (D + 2 * DV)
+    ]
+    by_bias = counted(lambda x: torch.func.jvp(lambda x: flashtile.attention(q, k, v, bias=x), (x,), (x,))[1], bias)
+    assert by_bias == [pairs * 2 * (D + 2 * DV)]
+
+
 def test_packed() -> None:
     """By lengths where they can be read, else by the longest."""
     q, k, v = (x[0].transpose(0, 1).detach().requires_grad_() for x in dense())

@@ -333,13 +333,83 @@ def test_a_named_backend_has_the_same_tangents(how: str, monkeypatch: pytest.Mon
     assert_close(jvp(lambda *x: example.fused(*x, **options), example.tensors, example.tangents()), expected)
 
 
-def test_only_open_levels_cost_anything() -> None:
-    """Outside forward mode a call is one operator."""
+def passes_of(function: Callable[[], Any]) -> list[str]:
+    """The passes that a function runs; nothing of it is computed by the composed derivatives."""
+    composed = mock.patch("flashtile.dispatch.derivatives.attention_function", side_effect=AssertionError)
+    with composed, flashtile.calls() as counts:
+        function()
+    return [row.direction for row in counts.rows for _ in range(row.calls)]
+
+
+def test_each_pass_runs_once() -> None:
+    """Outside forward mode a call is one operator. Inside, results and tangents are one pass, and so is backward
+    through the results, also where autograd has recorded the tangents (MeanFlow's stop-gradient).
+    """
     example = dense()
-    with mock.patch("flashtile.dispatch.derivatives.attention_function", side_effect=AssertionError):
-        example.fused(*example.tensors)
-        with pytest.raises(AssertionError):
-            jvp(example.fused, example.tensors, example.tangents())
+    tensors, tangents = example.tensors, example.tangents()
+    assert passes_of(lambda: example.fused(*tensors)) == ["forward"]
+    assert passes_of(lambda: jvp(example.fused, tensors, tangents)) == ["tangents"]
+    assert passes_of(lambda: tangents_of_duals(example.fused, tensors, tangents)) == ["tangents"]
+
+    def stopped(q: Tensor) -> Tensor:
+        (out, _), (dout, _) = jvp(lambda q: example.fused(q, *tensors[1:]), (q,), tangents[:1])
+        return (out - dout.detach()).square().sum()
+
+    assert passes_of(lambda: grad(stopped)(tensors[0])) == ["tangents", "backward"]
+    leaf = tensors[0].clone().requires_grad_()
+    assert passes_of(lambda: stopped(leaf).backward()) == ["tangents", "backward"]
+    both = [x.clone().requires_grad_() for x in tangents]  # the tangents are linear in those of inputs
+    assert passes_of(lambda: jvp(example.fused, tensors, tuple(both))[1][0].sum().backward()) == [
+        "tangents",
+        "backward",
+    ]
+
+
+def test_a_batch_of_directions_shares_the_results() -> None:
+    """Directions in a batch share the results: `vmap` may return those unbatched."""
+    example = dense({"causal": True})
+    q, rest = example.tensors[0], example.tensors[1:]
+    directions = torch.stack([randn(*q.shape, seed=n) for n in range(3)])
+
+    def along(function: Callable[..., Outputs], dq: Tensor) -> tuple[Tensor, Tensor]:
+        (out, _), (dout, _) = jvp(lambda q: function(q, *rest), (q,), (dq,))
+        return out, dout
+
+    found, expected = (
+        vmap(lambda dq: along(f, dq), out_dims=(None, 0))(directions)  # noqa: B023
+        for f in (example.fused, example.formula)
+    )
+    assert_close(found, expected)
+
+
+def test_a_linear_map_is_a_program_with_an_operator() -> None:
+    """It can be batched, and differentiated by torch.autograd; forward mode would lose tangents, which raises."""
+    example = dense({"causal": True}, batch=1, heads=(2, 1), bias=randn(1, 1, 5, 7))
+    maps = [linearize(f, *example.tensors)[1] for f in (example.fused, example.formula)]
+    tangents = example.tangents()
+    assert_close(*(f(*tangents) for f in maps))
+    assert_close(*(vmap(f)(*(torch.stack((x, 2 * x)) for x in tangents)) for f in maps))
+
+    def gradients(f: Callable[..., Outputs]) -> Any:
+        leaves = [x.clone().requires_grad_() for x in tangents]
+        return torch.autograd.grad([x.square().sum() for x in f(*leaves)], leaves)
+
+    assert_close(*map(gradients, maps))
+    with pytest.raises(flashtile.AttentionError, match="traced"):
+        jvp(lambda dq: maps[0](dq, *tangents[1:]), tangents[:1], tangents[:1])
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_levels_that_move_different_inputs(seed: int) -> None:
+    """An outer level's tangents pass through inputs that stand still in the inner one, and through its tangents."""
+    example = dense({"softcap": 2.0})
+    (q, k, *rest), (dq, dk, *_) = example.tensors, example.tangents()
+
+    def inner(f: Callable[..., Outputs], q: Tensor) -> Any:
+        moving = (k * q.mean(), dk * q.sum().cos()) if seed else (k, dk)
+        return jvp(lambda k: f(q, k, *rest), moving[:1], moving[1:])
+
+    assert_close(*(jvp(lambda q: inner(f, q), (q,), (dq,)) for f in (example.fused, example.formula)))  # noqa: B023
 
 
 class Holder:

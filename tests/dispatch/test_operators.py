@@ -55,6 +55,16 @@ def test_opcheck_of_forward(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
+def test_opcheck_of_tangents(name: str) -> None:
+    operators = OPERATORS["dense" if CALLS[name].layout == "dense" else "varlen"]
+    t = CALLS[name].tensors
+    moves = [x is not None and x.is_floating_point() for x in (*t[:3], *t[4:7], *t.score_mod_tensors)]
+    moving = [x for x, moves in zip((*t[:3], *t[4:7], *t.score_mod_tensors), moves, strict=True) if moves]
+    tangents = [torch.randn_like(x) for x in moving]
+    opcheck(operators.tangents, (moves, tangents, *operators.arguments(CALLS[name])))
+
+
+@pytest.mark.parametrize("name", CALLS)
 def test_opcheck_of_backward(name: str) -> None:
     operators = OPERATORS["dense" if CALLS[name].layout == "dense" else "varlen"]
     opcheck(operators.backward, arguments_of_backward(CALLS[name]))

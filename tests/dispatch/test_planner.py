@@ -13,9 +13,11 @@ from checking import dense_case
 import flashtile
 from flashtile import AttentionWarning, BackendError
 from flashtile.api.explain import described_call
-from flashtile.call.call import Call, Features
+from flashtile.call.call import Call, Features, Needs
+from flashtile.call.device import Device
 from flashtile.call.plan import Candidate
 from flashtile.call.problem import Problem
+from flashtile.dispatch import planner
 from flashtile.dispatch.planner import SUPPORT, _warn_once, forget_plans, plan, plan_call
 
 CPU = torch.device("cpu")
@@ -203,3 +205,36 @@ def test_deterministic_follows_torch(given: bool | None, enabled: bool, expected
         assert dense_call(deterministic=given).settings.deterministic is expected
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+# Forward mode ---------------------------------------------------------------------------------------------------------
+
+QKV = Needs(True, True, True)
+H100 = Device("cuda", "NVIDIA H100", "sm_90", 132)
+
+
+@pytest.mark.parametrize(("backend", "takes"), [("auto", "triton"), ("hopper", "triton"), ("reference", "tiled")])
+def test_a_backend_without_forward_mode_leaves_it_to_the_next(backend: str, takes: str) -> None:
+    """With the reason, also if it is named."""
+    q = torch.empty(1, 8, 1024, 64, dtype=torch.bfloat16)
+    problem = Problem.describe(described_call(q, q, q, None, None, {})).bucketed()
+    with (
+        mock.patch.multiple(SUPPORT["triton"], unusable=lambda: None),
+        mock.patch.multiple(SUPPORT["hopper"], unusable=lambda: None),
+    ):
+        chosen = planner._plan.__wrapped__(problem, H100, backend, None, QKV)
+    assert chosen.backend == takes
+    assert chosen.why[0][1] == "it has no kernel of forward mode"
+
+
+def test_forward_mode_in_tiled_warns_on_a_gpu() -> None:
+    """Once, if no kernel takes it."""
+    _warn_once.cache_clear()
+    call = dense_call()
+    meta = call._replace(
+        tensors=call.tensors._replace(**{x: getattr(call.tensors, x).to("meta") for x in ("q", "k", "v")})
+    )
+    with pytest.warns(AttentionWarning, match="forward mode of attention on meta runs in the `tiled` backend"):
+        assert plan_call(meta, moves=QKV).backend == "tiled"
+    plan_call(meta, moves=QKV)  # a second warning would be an error, by pytest's settings
+    _warn_once.cache_clear()

@@ -50,7 +50,7 @@ def unknown_triton(answer: tuple[bool, str | None], release: str = "4.0.0") -> I
 
 def chosen(backend: str = "auto", needs: Needs | None = None, **changes: Any) -> planner.Plan:
     problem = replace(Problem.describe(call_of_family("causal", 64, SHORT)), **changes)
-    return planner._plan.__wrapped__(problem, H200, backend, needs)
+    return planner._plan.__wrapped__(problem, H200, backend, needs, None)
 
 
 @pytest.fixture(autouse=True)

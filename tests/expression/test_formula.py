@@ -41,7 +41,7 @@ def traced(fn: Callable[..., Any], *tensors: Tensor) -> Formula:
 
 
 def assert_as_autograd(fn: Callable[..., Tensor], *tensors: Tensor) -> None:
-    """The formula's value and gradients are those of the function."""
+    """The formula's value, gradients and tangent are those of the function."""
     formula, pairs = traced(fn, *tensors), inputs()
     leaves = [pairs["score"].requires_grad_(), *(x.clone().requires_grad_() for x in tensors)]
     expected = fn(*pairs.values(), *leaves[1:])
@@ -60,6 +60,12 @@ def assert_as_autograd(fn: Callable[..., Tensor], *tensors: Tensor) -> None:
             if load.tensor == n:
                 total.index_put_([results[m].long() for m in load.indices], (ds * results[load.partial]).detach(), True)
         torch.testing.assert_close(total, gradients[1 + n].broadcast_to(x.shape))
+    inputs_, directions = (pairs["score"].detach(), *tensors), [torch.randn_like(x) for x in (ds, *tensors)]
+    indices = [x for name, x in pairs.items() if name != "score"]
+    tangent = torch.func.jvp(lambda s, *x: fn(s, *indices, *x), inputs_, tuple(directions))[1]
+    pushed = formula.pushforward([True] * len(tensors))
+    _, partial, along = run(pushed.program, [*pairs.values()], (*tensors, *directions[1:]))
+    torch.testing.assert_close((directions[0] * partial + along).detach().broadcast_to(tangent.shape), tangent)
 
 
 @given(functions())

@@ -15,6 +15,7 @@ from flashtile.dispatch import fast_path
 from flashtile.expression import Formula, MaskMod, mask_mod_formula
 from flashtile.expression.blocks import FULL, HIDDEN, PARTIAL
 from flashtile.testing.case import MaskFunction
+from flashtile.testing.moving import moving
 from flashtile.testing.oracle import solve
 from flashtile.testing.tolerance import compare
 
@@ -33,6 +34,13 @@ def lists_for_all_calls() -> Iterator[None]:
 def mask_of(*widths: int, length: int = 400) -> MaskFunction:
     ids = torch.stack([torch.arange(length) // n for n in (64, 61)])
     return MaskFunction(near_in_documents, (ids, torch.tensor(widths)))
+
+
+@IN_INTERPRETER
+def test_tangents() -> None:
+    """Of the same blocks."""
+    case = moving(dense_case(head_dim=16, mask=mask_of(1000, 40, 0, 3), seqlen_q=100, seqlen_k=150, batch=1))
+    assert [str(x) for x in compare(case.run("triton"), case, solve(case)) if not x.ok] == []
 
 
 @IN_INTERPRETER

@@ -23,6 +23,7 @@ from flashtile.backend.triton import support
 from flashtile.call.plan import Candidate
 from flashtile.dispatch import fast_path
 from flashtile.testing.case import Case
+from flashtile.testing.moving import moving
 from flashtile.testing.oracle import Expected, solve
 from flashtile.testing.poison import poisoned_allocation
 from flashtile.testing.tolerance import compare
@@ -99,6 +100,32 @@ BUGS = (
     Bug("fused: scale missing in dk", "fused.store_key_gradients", "scaled(dk_j, scale, D)", "dk_j", "few keys"),
     Bug("fused: slopes of the last split", "fused.store_slopes", "+ first + rows", "+ rows", "few rows"),
     Bug("equal positions taken for one term", "dcaptured.inner_loop", "if first == last", "if True", "score_mod"),
+    Bug("tangents: sum not rescaled", "tangents.inner_loop", "u, alpha, tl.sum", "u, 1.0, tl.sum", "moving"),
+    Bug("tangents: dv without p", "tangents.inner_loop", "p, load_v(dkv", "pds, load_v(dkv", "moving"),
+    Bug("tangents: dlse forgotten", "tangents.along_row", "- dlse[:, None] * out.a", "", "moving"),
+    Bug(
+        "tangents: dk of q", "tangents.inner_loop", "dqk += inner_products(q_i", "dqk += inner_products(dq_i", "moving"
+    ),
+    Bug(
+        "tangents: NaN of a hidden key",
+        "tangents.inner_loop",
+        "MASKED\n        or CONFIG.NATURAL",
+        "CONFIG.NATURAL",
+        "moving, NaN",
+    ),
+    Bug("tangents: dropout not in ds", "tangents.inner_loop", "tl.where(keep, pds, 0.0)", "pds", "moving, dropout"),
+    Bug("tangents: no scale", "score_tangent.score_tangent", "(params.scores.factor * LN2 if", "(1.0 if", "moving"),
+    Bug(
+        "tangents: softcap",
+        "score_tangent.score_tangent",
+        "params.scores.softcap is not None",
+        "False",
+        "moving, softcap",
+    ),
+    Bug("tangents: slopes", "score_tangent.score_tangent", "ds -= dslope", "ds += dslope", "moving, slopes"),
+    Bug("tangents: sink stands still", "tangents.init", "rows.l.total * dsink", "0.0", "moving, sinks"),
+    Bug("tangents: table stands still", "score_tangent.score_tangent", "s.modified[2]", "0.0", "moving, score_mod"),
+    Bug("tangents: score_mod", "score_tangent.score_tangent", "ds * s.modified[1]", "ds", "moving, score_mod"),
 )
 
 
@@ -146,6 +173,13 @@ def long_sum() -> Case:
     return case
 
 
+def nan_in_the_last_key() -> Case:
+    """Of keys that the last row alone sees."""
+    case = dense_case(batch=1, num_heads_q=1, causal=True, forward_only=True)
+    case.arguments["k"][:, :, -1] = torch.nan
+    return case
+
+
 CALLS = {
     "causal": lambda: dense_case(batch=1, num_heads_q=4, num_heads_kv=2, seqlen_q=4, seqlen_k=34, causal=True),
     "window": lambda: dense_case(batch=1, num_heads_q=1, seqlen_q=5, seqlen_k=20, window=(9, 4)),
@@ -164,6 +198,15 @@ CALLS = {
     "splits": lambda: with_cache(num_splits=3),
     "pages": lambda: with_cache(pages=True),
     "long": long_sum,
+}
+CALLS |= {
+    "moving": lambda: moving(CALLS["causal"]()),
+    "moving, NaN": lambda: moving(nan_in_the_last_key()),
+    "moving, dropout": lambda: moving(CALLS["dropout"]()),
+    "moving, softcap": lambda: moving(CALLS["softcap"](), ("q",)),
+    "moving, slopes": lambda: moving(CALLS["slopes"](), ("alibi_slopes",)),
+    "moving, sinks": lambda: moving(CALLS["sinks"](), ("sinks",)),
+    "moving, score_mod": lambda: moving(CALLS["score_mod"]()),
 }
 
 

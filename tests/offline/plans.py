@@ -36,7 +36,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 def sweep_calls() -> Iterator[tuple[str, StandardCall]]:
     for path in sorted(SWEEPS.glob("*.toml")):
-        if path.stem not in ("distributed", "masks"):  # of several GPUs, and of functions that `masks.py` makes
+        if path.stem not in ("distributed", "masks", "derivatives"):  # of programs of their own
             for cell in sweep.load(path).on("cuda").cells:
                 yield f"{path.stem}: {cell.label()}", call_of(cell)
 

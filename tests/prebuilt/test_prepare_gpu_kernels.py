@@ -78,6 +78,21 @@ def test_a_score_mod_is_compiled_here() -> None:
     assert 0 < sum(x is None for x in work.records.values()) < len(work.records)
 
 
+def test_forward_mode() -> None:
+    """The kernel of a call along tangents, from an example and from its record."""
+    q, work, again = torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16), prepare.Work(H100), prepare.Work(H100)
+    with observed.example(work.add_call):
+        out, dout = torch.func.jvp(lambda q: flashtile.attention(q, q, q), (q,), (q,))
+    assert not out.any()
+    assert not dout.any()
+    (kernel,) = work.kernels.values()
+    assert kernel.kernel.name == "tangents_kernel"
+    (record,) = work.records.values()
+    assert record is not None
+    again.add_record(record)
+    assert again.kernels.keys() == work.kernels.keys()
+
+
 @pytest.fixture
 def without_gpu(tmp_path: Path) -> Iterator[None]:
     """Triton compiles for an H100, into an empty cache."""

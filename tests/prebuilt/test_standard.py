@@ -25,7 +25,7 @@ from flashtile.prebuilt.sweeps import call_of, sweep_calls
 
 H200 = device_of("sm_90")
 MODELS = Path("benchmarks/models.toml")
-OTHERS = (MODELS, Path("benchmarks/masks.toml"), Path("benchmarks/distributed.toml"))
+OTHERS = (MODELS, *(Path(f"benchmarks/{name}.toml") for name in ("masks", "distributed", "derivatives")))
 SWEEPS = sorted(x for x in Path("benchmarks").glob("*.toml") if "cpu" not in x.name and x not in OTHERS)
 LEAST_COVERED = 0.95
 NO_KERNELS = ("triton_kernel", "gluon_kernel")  # decorators

@@ -60,7 +60,7 @@ def test_short_programs(name: str, prints: list[str], capsys: pytest.CaptureFixt
 
 
 def run(*options: str) -> str:
-    result = CliRunner().invoke(load("meanflow_toy").main, options)
+    result = CliRunner().invoke(load("meanflow_toy").main, ["--compare", "0", *options])
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -75,6 +75,12 @@ def test_meanflow_learns(tmp_path: Path) -> None:
     assert after < before / 1.5
     assert same < after
     assert picture.exists() == (importlib.util.find_spec("matplotlib") is not None)
+
+
+def test_meanflow_prints_the_cost_of_both_ways() -> None:
+    output = run("--steps", "1", "--out", "", "--compare", "40")
+    costs = re.findall(r"40 points and tokens, (flashtile|dense attention): \d+ ms, peak memory \d+ MiB", output)
+    assert costs == ["flashtile", "dense attention"]
 
 
 def test_meanflow_repeats() -> None:

@@ -70,12 +70,13 @@ def guard(case: Any, in_front: bool) -> None:
     for name in ("dout", "dlse"):
         x = getattr(case, name)
         setattr(case, name, None if x is None else guarded(x, in_front))
+    case.tangents = {name: guarded(x, in_front) for name, x in case.tangents.items()}
 
 
 def residues(dtypes: Sequence[torch.dtype]) -> None:
-    """Run every number of rows, keys and features modulo the kernels' block sizes, forward and backward. Inputs are
-    part of larger tensors of NaN, so that a read past the end of any row, head or sequence shows in results; allocated
-    memory holds NaN until it is written.
+    """Run every number of rows, keys and features modulo the kernels' block sizes, forward and backward, and some in
+    forward mode. Inputs are part of larger tensors of NaN, so that a read past the end of any row, head or sequence
+    shows in results; allocated memory holds NaN until it is written.
     """
     from checking import dense_case
 
@@ -83,8 +84,9 @@ def residues(dtypes: Sequence[torch.dtype]) -> None:
 
     for case in cases_of_every_residue(dense_case, dtypes):
         expected = case.run("cpu")
-        for name in "qkv":
-            case.arguments[name] = in_larger_buffer(case.arguments[name], ((1, 0), (0, 1), (1, 1), (2, 3)))
+        for tensors in (case.arguments, case.tangents):
+            for name in tensors.keys() & {*"qkv"}:
+                tensors[name] = in_larger_buffer(tensors[name], ((1, 0), (0, 1), (1, 1), (2, 3)))
         if case.dout is not None:
             case.dout = in_larger_buffer(case.dout, ((0, 1), (1, 0), (1, 1), (3, 2)))
         in_front = bool(case.seed % 2)
@@ -102,13 +104,17 @@ def cases_of_every_residue(dense_case: Any, dtypes: Sequence[torch.dtype]) -> It
     how features are read, so a third of the calls is enough for them.
     """
     from flashtile.backend.cpu.workspace import BLOCK_N
+    from flashtile.testing.moving import moving
 
     sizes = ((dtype, range(0, BLOCK_N, 1 if dtype is torch.float32 else 3)) for dtype in dtypes)
     for dtype, n in ((dtype, n) for dtype, some in sizes for n in some):
         keys = 1 + 5 * n % BLOCK_N + n % 2 * BLOCK_N
         widths = {"head_dim": 1 + 7 * n % 32, "head_dim_v": 1 + (11 * n + 4) % 32}
         causal = (False, True, "top_left")[n % 3]
-        yield dense_case(batch=1, seqlen_q=1 + n, seqlen_k=keys, **widths, dtype=dtype, causal=causal, seed=n)
+        case = dense_case(batch=1, seqlen_q=1 + n, seqlen_k=keys, **widths, dtype=dtype, causal=causal, seed=n)
+        yield case
+        if n % 9 == 0:
+            yield moving(case)
         # The decode kernel, for few rows and features that fill vectors; some calls with split keys.
         keys += 1600 * (n % 16 == 0)
         few = {"seqlen_q": 1 + n % 3, "seqlen_k": keys, "head_dim": 32, "head_dim_v": 64 - n % 2 * 32}

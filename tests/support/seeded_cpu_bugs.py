@@ -28,6 +28,7 @@ from flashtile.backend.cpu.targets import VECTORS_VARIABLE
 from flashtile.dispatch import fast_path
 from flashtile.testing.case import Case, MaskFunction, ScoreFunction
 from flashtile.testing.mask_functions import causal_by_head
+from flashtile.testing.moving import moving
 from flashtile.testing.oracle import Expected, solve
 from flashtile.testing.score_functions import tempered_table
 from flashtile.testing.tolerance import compare
@@ -99,9 +100,9 @@ def wrong_long_sum() -> str | None:
     return None if error <= bound else f"dv ({error / bound:.3g} of the bound): sum over 2**20 rows"
 
 
-def call(make: Callable[..., Case], **keywords: Any) -> Check:
-    """The check of the call `make(**keywords)`."""
-    return functools.partial(wrong_result, functools.partial(make, **keywords))
+def call(make: Callable[..., Case], *names: str, **keywords: Any) -> Check:
+    """The check of the call `make(*names, **keywords)`."""
+    return functools.partial(wrong_result, functools.partial(make, *names, **keywords))
 
 
 def narrow_panel_case() -> Case:
@@ -118,6 +119,10 @@ def score_mod_case() -> Case:
     return dense_case(num_heads_q=4, num_heads_kv=2, seqlen_q=20, seqlen_k=30, score_mod=score_mod)
 
 
+def moving_case(*names: str, **keywords: Any) -> Case:
+    return moving(dense_case(**keywords), names or None)
+
+
 HEADS = call(forward_case, num_heads_q=4, num_heads_kv=2)
 BLOCKS = call(forward_case, seqlen_k=97)  # the second block has one key
 RISING = call(forward_case, seqlen_k=300, scale=3.0)  # several blocks, and maxima that differ by more than 1
@@ -125,6 +130,7 @@ DECODE = call(forward_case, batch=1, num_heads_q=2, seqlen_q=1, seqlen_k=2000, h
 TILES = call(forward_case, seqlen_q=20, seqlen_k=300, head_dim=32, dtype=torch.bfloat16, scale=1.0, window=(70, 9))
 GRADIENTS = call(dense_case)
 SCORE_MOD = call(score_mod_case)
+TANGENTS = call(moving_case, seqlen_k=300, scale=3.0, dropout_p=0.3, dropout_seed=5)
 
 CPU_BUGS = (
     CpuBug(
@@ -290,6 +296,44 @@ CPU_BUGS = (
     CpuBug(
         Bug("dbias overwritten", "kernels.dbias", "dbias[at] = dbias[at] + x", "dbias[at] = x"),
         call(bias_case),
+    ),
+    CpuBug(
+        Bug(
+            "tangents: dl not rescaled",
+            "kernels.tangents",
+            "code.multiply_add(dl.vector(), w.alpha.vector(column), total.get())",
+            "dl.vector() + total.get()",
+        ),
+        TANGENTS,
+    ),
+    CpuBug(
+        Bug("tangents: lse forgotten", "kernels.tangents", " - of_rows(of_panel) * w.out.vector(at), at)", ", at)"),
+        TANGENTS,
+    ),
+    CpuBug(
+        Bug("tangents: p ds not dropped", "kernels.tangents", "(w.scores, w.dscores) if", "(w.scores,) if"),
+        TANGENTS,
+    ),
+    CpuBug(
+        Bug(
+            "tangents: products overwrite each other",
+            "kernels.products",
+            "several = code.constant(1, BIT) if adds",
+            "several = code.constant(0, BIT) if adds",
+        ),
+        TANGENTS,
+    ),
+    CpuBug(
+        Bug("tangents: sink forgotten", "kernels.tangents", 'if "sinks" in tangents:', "if False:"),
+        call(moving_case, "q", "sinks", sinks=torch.tensor([1.0, -0.5])),
+    ),
+    CpuBug(
+        Bug("tangents: derivative of the softcap", "kernels.scores", "ds * ((1.0 - tanh_s * tanh_s) *", "ds * (1.0 *"),
+        call(moving_case, "q", softcap=1.5),
+    ),
+    CpuBug(
+        Bug("tangents: carry without its factor", "kernels.tangents", "last, w.alpha.vector(column))", "last)"),
+        call(moving_case, "q", batch=1, seqlen_q=3, seqlen_k=3300, scale=1.0, seed=1),
     ),
 )
 

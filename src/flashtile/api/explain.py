@@ -16,7 +16,7 @@ from ..call.plan import Plan
 from ..call.problem import Problem
 from ..call.window import visible_pairs
 from ..call.words import in_words
-from ..dispatch.launches import launches_of, tiles_of, unsplit
+from ..dispatch.launches import launches_of, tangent_tiles_of, tiles_of, unsplit
 from ..dispatch.planner import candidates, plan
 from ..errors import BackendError
 from .mask_blocks import in_words as blocks_in_words
@@ -25,6 +25,7 @@ from .normalize import normalize
 
 ON_GPU = ("hopper", "triton")
 BEST = 5  # candidates
+QKV = Needs(True, True, True)
 CACHED = ", less where its tensors lie in a cache"
 
 
@@ -45,6 +46,9 @@ class Explanation:
         backward: the backend of the backward pass, or "none".
         backward_tile: the shape of its tiles.
         backward_rest: names of the inputs whose gradients another backend computes, and that backend.
+        tangents: the backend of a forward pass in forward mode, along tangents of q, k and v.
+        tangents_why_not: as `why_not`, for forward mode.
+        tangents_tile: the shape of its tiles.
         kernels: where the GPU kernels of forward and backward come from: an archive, or Triton at their first use.
         visible_pairs: pairs of a query row and a key, over sequences and query heads; at most, where the host cannot
             know.
@@ -72,6 +76,9 @@ class Explanation:
     backward: str
     backward_tile: str
     backward_rest: dict[str, str]
+    tangents: str
+    tangents_why_not: dict[str, str]
+    tangents_tile: str
     kernels: str
     visible_pairs: int
     mask_blocks: dict[str, int] | None
@@ -90,6 +97,9 @@ class Explanation:
     def __str__(self) -> str:
         why_not = "".join(f"\n  not {name}: {reason}" for name, reason in self.why_not.items())
         backward = f"backward: backend {self.backward}, {self.backward_tile}\n" if self.backward != self.backend else ""
+        if self.tangents != self.backend:
+            backward += f"forward mode: backend {self.tangents}, {self.tangents_tile}"
+            backward += "".join(f"\n  not {name}: {reason}" for name, reason in self.tangents_why_not.items()) + "\n"
         backward += "".join(f"gradient of {name}: backend {backend}\n" for name, backend in self.backward_rest.items())
         blocks = "" if self.mask_blocks is None else f"{blocks_in_words(self.mask_blocks)}\n"
         kernels = f"kernels: {self.kernels}\n" if self.kernels else ""
@@ -150,6 +160,7 @@ def explain(
     needs = needs_of(call)
     backward = backward_plan(problem, q.device, call.settings.backend, needs)
     tile, backward_tile = tiles_in_words(call, chosen, backward, needs)
+    along = plan(problem, q.device, call.settings.backend, moves=QKV)
     pairs = pairs_of(call, problem)
     flops = forward_flops(pairs, problem.head_dim, problem.head_dim_v)
     inputs = sum(x.numel() * x.element_size() for x in call.tensors.flat() if x is not None)
@@ -169,6 +180,9 @@ def explain(
         backward="none" if backward is None else backward.backend,
         backward_tile=backward_tile,
         backward_rest={} if backward is None or backward.rest is None else backward.rest.in_words(),
+        tangents=along.backend,
+        tangents_why_not=dict(along.why),
+        tangents_tile=words_of(tangent_tiles_of(along)),
         kernels=kernels_in_words(call, chosen, None if backward is None else (backward, needs)),
         visible_pairs=pairs,
         mask_blocks=mask_blocks(call, problem),
@@ -260,11 +274,12 @@ def pairs_of(call: Call, problem: Problem) -> int:
 def tiles_in_words(call: Call, forward: Plan, backward: Plan | None, needs: Needs) -> tuple[str, str]:
     """The tiles of the forward pass, with backward's if one backend has both, and backward's."""
 
-    def words(tiles: dict[str, Any]) -> str:
-        return ", ".join(f"{name} {x}" for name, x in tiles.items() if x is not None)
-
     tiles = tiles_of(forward, call)
     if backward is None:
-        return words(tiles), ""
+        return words_of(tiles), ""
     others = tiles_of(backward, call, needs if backward.rest is None else backward.rest.own)
-    return words(tiles | others if backward.backend == forward.backend else tiles), words(others)
+    return words_of(tiles | others if backward.backend == forward.backend else tiles), words_of(others)
+
+
+def words_of(tiles: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {x}" for name, x in tiles.items() if x is not None)

@@ -22,6 +22,7 @@ from ..call.eager import is_observed_without_key
 from ..call.memory import Layouts
 from ..call.written import mark_written
 from ..dispatch import autograd, fast_path, forking, operators
+from ..dispatch.gradients import Results, input_gradients
 from ..dynamo import untraced
 from .out import filled
 from .sources import Sources, sources_of
@@ -142,7 +143,7 @@ class Repeated:
 
     @untraced
     def gradients(
-        self, requested: Sequence[bool], results: autograd.Results, tensors: Sequence[Tensor], kept: Tensor | None
+        self, requested: Sequence[bool], results: Results, tensors: Sequence[Tensor], kept: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """The gradients of the call itself, which has none, and of the tensors, as the flags of `requested`."""
         _, _, dout, dlse = results
@@ -151,7 +152,7 @@ class Repeated:
         return self.new_backward(key, results, tensors, kept, requested[1:]) if found is None else found
 
     def replayed_backward(
-        self, key: Hashable, results: autograd.Results, tensors: Sequence[Tensor], kept: Tensor | None
+        self, key: Hashable, results: Results, tensors: Sequence[Tensor], kept: Tensor | None
     ) -> tuple[Tensor | None, ...] | None:
         """The gradients as `gradients` returns them, if they have been recorded."""
         known = self.backward.get(key)
@@ -177,7 +178,7 @@ class Repeated:
     def new_backward(
         self,
         key: Hashable,
-        results: autograd.Results,
+        results: Results,
         tensors: Sequence[Tensor],
         kept: Tensor | None,
         needed: Sequence[bool],
@@ -186,7 +187,7 @@ class Repeated:
         call = self.backward_call(tensors, kept)
         by_place = dict(zip(self.places, needed, strict=True))
         count = len(call.inputs)
-        gradients = autograd.input_gradients(call, results, [by_place.get(n, False) for n in range(count)])
+        gradients = input_gradients(call, results, [by_place.get(n, False) for n in range(count)])
         needs = [by_place.get(n, False) for n in self.positions]
         passes = self.entry.backward.get(fast_path.backward_key(call, needs, results))
         if passes is not None:

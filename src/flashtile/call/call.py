@@ -222,12 +222,19 @@ NO_FEATURES = Features()
 
 
 class Needs(namedtuple("Needs", (*DIFFERENTIABLE, "score_mod_tensors"), defaults=(*[False] * len(DIFFERENTIABLE), ()))):
-    """The requested gradients: a bool for each differentiable tensor, a tuple of them for `score_mod_tensors`."""
+    """The requested gradients or, in forward mode, the inputs that have a tangent: a bool for each differentiable
+    tensor, a tuple of them for `score_mod_tensors`.
+    """
 
     __slots__ = ()
 
     def flat(self) -> tuple[bool, ...]:
         return (*self[:-1], *self.score_mod_tensors)
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether any of these inputs changes the scores of keys."""
+        return any((self.q, self.k, *self.of_score_tensors().flat()))
 
     def of_score_tensors(self) -> "Needs":
         """The gradients of tensors that change scores, which every pair adds to."""
@@ -256,6 +263,20 @@ class Gradients(namedtuple("Gradients", Needs._fields, defaults=(*[None] * len(D
     def from_flat(cls, flat: Sequence[Tensor | None]) -> "Gradients":
         named = len(cls._fields) - 1
         return cls._make((*flat[:named], tuple(flat[named:])))
+
+
+class Tangents(Gradients):
+    """Tangents of inputs, as `Needs`: a tensor like the input, or `None` for an input that stands still."""
+
+    __slots__ = ()
+
+    @classmethod
+    def from_flat(cls, flat: Sequence[Tensor | None]) -> "Tangents":
+        return cls._make(Gradients.from_flat(flat))
+
+    @property
+    def moves(self) -> Needs:
+        return Needs.from_flat([x is not None for x in self.flat()])
 
 
 def differentiable_positions(num_flat: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from .call import DIFFERENTIABLE, Call, Needs, differentiable_positions, lse_shape, row_stats_shape
+from .call import DIFFERENTIABLE, Call, Needs, Tangents, differentiable_positions, lse_shape, row_stats_shape
 from .check import EXAMPLES, memory, name_of_captured
 from .eight_bit import is_eight_bit
 from .problem import accumulation_dtype
@@ -38,6 +38,27 @@ def check_needs(call: Call, needs: Sequence[bool]) -> Needs:
             )
             raise ArgumentError(name, x, accepted, example)
     return Needs.from_flat(needs)
+
+
+def check_tangents(call: Call, moves: Sequence[bool], tangents: Sequence[Tensor]) -> Tangents:
+    """Tangents of the inputs that `moves` names, in their order.
+
+    Raises:
+        ArgumentError: as `check_needs`, or a tangent has not its input's shape, dtype and device, or none is given.
+    """
+    places, flat, found = check_needs(call, moves).flat(), call.tensors.flat(), iter(tangents)
+    if sum(places) != len(tangents) or not tangents:
+        accepted = f"a tangent for each input that moves, one at least; moves={list(moves)}"
+        raise ArgumentError("tangents", list(tangents), accepted, EXAMPLES[call.layout])
+    given = [next(found) if moving else None for moving in places]
+    for n, (dx, position) in enumerate(zip(given, differentiable_positions(len(flat)), strict=True)):
+        x = flat[position]
+        if dx is None or x is None:
+            continue
+        if dx.shape != x.shape or dx.dtype != x.dtype or dx.device != x.device or dx.layout is not torch.strided:
+            accepted = f"shape {list(x.shape)}, dtype {x.dtype}, on {x.device}, as the input"
+            raise ArgumentError(f"tangents[{sum(places[:n])}]", dx, accepted, EXAMPLES[call.layout])
+    return Tangents.from_flat(given)
 
 
 def check_results(call: Call, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> None:

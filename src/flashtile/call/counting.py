@@ -15,7 +15,7 @@ class CallCount(NamedTuple):
     Attributes:
         function: the public function; for a call of PyTorch's that `flashtile.compat.torch.activate` has taken, its
             operator.
-        direction: "forward" or "backward".
+        direction: "forward", "backward", or "tangents" of a forward pass in forward mode.
         backend: the backend that ran, or "PyTorch" for a call that was left to it.
         why: why this one: the reason that each backend before it declined or that it is slower, or who named it; empty
             for the first of all.
@@ -50,7 +50,7 @@ class CallCounts:
 
     @property
     def total(self) -> int:
-        return sum(row.calls for row in self.rows if row.direction == "forward" and row.backend != PYTORCH)
+        return sum(row.calls for row in self.rows if row.direction != "backward" and row.backend != PYTORCH)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.rows)) or "no calls of flashtile"
@@ -91,7 +91,7 @@ def calls() -> Iterator[CallCounts]:
     Every call counts that runs here, whoever made it: transformers, diffusers, the names of other libraries, PyTorch's
     functions while `flashtile.compat.torch.activate` holds, and compiled functions, whose calls count when they run and
     not when they are traced. A CUDA graph counts when it is captured, a sharded call for each of its parts. Operations
-    of forward mode and of second derivatives do not count. Calls take some microseconds more meanwhile.
+    of second derivatives do not count. Calls take some microseconds more meanwhile.
 
     Example:
         >>> q, k, v = (torch.randn(1, 8, 256, 64) for _ in range(3))

@@ -18,9 +18,9 @@ ALIGNMENT = 16  # bytes, up to which kernels depend on an address
 Record = dict[str, Any]
 
 
-def record_of(call: Call, needs: Needs | None) -> Record | None:
-    """The record of a call's forward pass or, with `needs`, also of its backward pass. `None` for a call with a
-    score_mod or a mask function: functions have no record.
+def record_of(call: Call, needs: Needs | None, moves: Needs | None = None) -> Record | None:
+    """The record of a call's forward pass or, with `needs`, also of its backward pass; with `moves`, of forward mode.
+    `None` for a call with a score_mod or a mask function: functions have no record.
     """
     if call.settings.score_mod is not None or call.settings.mask_mod is not None:
         return None
@@ -31,9 +31,15 @@ def record_of(call: Call, needs: Needs | None) -> Record | None:
     }
     if isinstance(call, CacheCall):
         record |= {"cache": layouts(call.cache), "rotary": list(call.rotary)}
-    if needs is not None:
-        record["needs"] = [name for name, needed in zip(Needs._fields[:-1], needs, strict=False) if needed]
+    for name, inputs in (("needs", needs), ("moves", moves)):
+        if inputs is not None:
+            record[name] = [field for field, chosen in zip(Needs._fields[:-1], inputs, strict=False) if chosen]
     return record
+
+
+def moves_of(record: Record) -> Needs | None:
+    """The inputs with a tangent, of a record of forward mode."""
+    return Needs(**dict.fromkeys(record["moves"], True)) if "moves" in record else None
 
 
 def layouts(tensors: Any) -> dict[str, list[Any]]:

@@ -101,7 +101,8 @@ def run(
     recorded: Path | None,
     as_json: bool,
 ) -> int:
-    """Run random problems over the full contract, forward and backward, and compare them with an fp64 oracle.
+    """Run random problems over the full contract, forward and backward, one in eight also along tangents, and compare
+    them with an fp64 oracle.
 
     Every element of out, lse, each gradient and the caches has to be within its error bound. Ratios are errors in units
     of that bound: 1 would be at its edge. The exit code is 1 if anything fails.

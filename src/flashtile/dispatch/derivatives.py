@@ -62,8 +62,35 @@ def tangents_of_row_stats(
 ) -> tuple[Tensor, ...]:
     """The tangents of what a forward pass returns: the residual of lse, where it is kept, stands still."""
     dout, dlse = tangents_of_results(settings, flat, directions)
-    keeps_residual = Call(Tensors.from_flat(flat), settings).keeps_residual
-    return dout, torch.stack((dlse, torch.zeros_like(dlse))) if keeps_residual else dlse
+    return dout, with_still_residual(Call(Tensors.from_flat(flat), settings), dlse)
+
+
+def with_still_residual(call: Call, dlse: Tensor) -> Tensor:
+    """The tangent of `lse` as forward leaves it: the residual, where it is kept, stands still."""
+    return torch.stack((dlse, torch.zeros_like(dlse))) if call.keeps_residual else dlse
+
+
+def tangents_of_tangents(
+    settings: Settings,
+    flat: Sequence[Tensor | None],
+    tangents: Sequence[Tensor | None],
+    of_flat: Sequence[Tensor | None],
+    of_tangents: Sequence[Tensor | None],
+) -> tuple[Tensor, ...]:
+    """The second-order tangents: of `out`, `lse` (as forward leaves it) and their tangents, along `of_flat` for inputs
+    and `of_tangents` for the tangents of differentiable inputs.
+    """
+    from ..backend.tiled.transforms import pushforward, with_pushforward
+
+    places = differentiable_positions(len(flat))
+    positions = [p for p, dx in zip(places, tangents, strict=True) if dx is not None]
+    both = with_pushforward(attention_function(settings, orders_unread=1), len(flat), positions)
+    inputs = [*flat, *(dx for dx in tangents if dx is not None)]
+    moving = [*of_flat, *(ddx for dx, ddx in zip(tangents, of_tangents, strict=True) if dx is not None)]
+    present = [n for n, x in enumerate(moving) if x is not None]
+    dout, dlse, ddout, ddlse = pushforward(both, len(inputs), present)(*inputs, *(moving[n] for n in present))
+    call = Call(Tensors.from_flat(flat), settings)
+    return dout, with_still_residual(call, dlse), ddout, with_still_residual(call, ddlse)
 
 
 def gradients_of_tangents(

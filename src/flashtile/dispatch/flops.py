@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..call.cache import CacheCall
 from ..call.cache_tensors import appended, count, held
-from ..call.call import Call
+from ..call.call import Call, Needs
 from . import cache_operator
 from .operators import OPERATORS, Operators
 
@@ -79,6 +79,14 @@ def of_backward(operators: Operators, *arguments: Any, out_val: Any = None) -> i
     return backward_flops(num_pairs(call), call.tensors.q.shape[-1], call.tensors.v.shape[-1])
 
 
+def of_tangents(operators: Operators, moves: Sequence[bool], _: Any, *arguments: Any, out_val: Any = None) -> int:
+    from ..iomodel import tangent_flops
+
+    call, needs = operators.call(arguments), Needs.from_flat(moves)
+    products = needs.q + needs.k, needs.changes_scores + needs.v
+    return tangent_flops(num_pairs(call), call.tensors.q.shape[-1], call.tensors.v.shape[-1], *products)
+
+
 def of_cache(*arguments: Any, out_val: Any = None) -> int:
     from ..iomodel import forward_flops
 
@@ -89,7 +97,7 @@ def of_cache(*arguments: Any, out_val: Any = None) -> int:
 def register(counter: ModuleType) -> None:
     ops = torch.ops.flashtile
     for operators in OPERATORS.values():
-        for pass_, formula in (("forward", of_forward), ("backward", of_backward)):
+        for pass_, formula in (("forward", of_forward), ("backward", of_backward), ("tangents", of_tangents)):
             op = getattr(ops, f"{operators.name}_{pass_}")
             counter.register_flop_formula(op, get_raw=True)(functools.partial(formula, operators))
     counter.register_flop_formula(getattr(ops, cache_operator.NAME), get_raw=True)(of_cache)

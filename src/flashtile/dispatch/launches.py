@@ -9,7 +9,7 @@ from torch import Tensor
 from ..backend.gpu.replay import Launch, collected_launches
 from ..call.cache import CacheCall
 from ..call.cache_tensors import CacheTensors
-from ..call.call import Call, Needs, Tensors
+from ..call.call import Call, Needs, Tangents, Tensors, differentiable_positions
 from ..call.device import Device, meta_tensors_on
 from ..call.memory import address
 from ..call.plan import Plan
@@ -20,8 +20,16 @@ ADDRESS_BITS = 40  # between the addresses of two tensors
 ALIGNMENT = 16  # bytes up to which kernels depend on an address
 
 
-def launches_of(call: Call, device: Device, plan: Plan, backward: tuple[Plan, Needs] | None = None) -> list[Launch]:
-    """The launches of a call's forward pass by `plan`, a plan for `hopper` or `triton`, and of its backward pass."""
+def launches_of(
+    call: Call,
+    device: Device,
+    plan: Plan,
+    backward: tuple[Plan, Needs] | None = None,
+    along: tuple[Plan, Needs] | None = None,
+) -> list[Launch]:
+    """The launches of a call's forward pass by `plan`, a plan for `hopper` or `triton`, of its backward pass, and of
+    its forward pass along tangents of the inputs that `along` names.
+    """
     call = without_memory(call)
     with meta_tensors_on(device), collected_launches() as launches:
         out, lse = function_of(plan, call.kind)(plan, call)
@@ -29,7 +37,17 @@ def launches_of(call: Call, device: Device, plan: Plan, backward: tuple[Plan, Ne
             backward_plan, needs = backward
             dout = torch.empty_like(out)
             function_of(backward_plan, "backward")(backward_plan, call, needs, out, lse, dout, None)
+        if along is not None:
+            tangents_plan, moves = along
+            function_of(tangents_plan, "tangents")(tangents_plan, call, tangents_like(call, moves))
     return launches
+
+
+def tangents_like(call: Call, moves: Needs) -> Tangents:
+    """Tangents without values of the inputs that move."""
+    flat, positions = call.tensors.flat(), differentiable_positions(len(call.tensors.flat()))
+    given = [flat[n] if moving else None for n, moving in zip(positions, moves.flat(), strict=True)]
+    return Tangents.from_flat([None if x is None else torch.empty_like(x) for x in given])
 
 
 def tiles_of(plan: Plan, call: Call, needs: Needs | None = None) -> dict[str, Any]:
@@ -40,6 +58,12 @@ def tiles_of(plan: Plan, call: Call, needs: Needs | None = None) -> dict[str, An
     if tiles is None:
         return plan.tile._asdict()  # type: ignore[no-any-return]
     return tiles(plan, without_memory(call), needs)  # type: ignore[no-any-return]
+
+
+def tangent_tiles_of(plan: Plan) -> dict[str, Any]:
+    """The tiles of a forward pass with tangents, by name: the plan's, or the one that its backend has for the pass."""
+    tile = getattr(plan.tile, "tangents", None)
+    return plan.tile._asdict() if tile is None else {"tangents": tile}
 
 
 def unsplit(plan: Plan, call: Call) -> str | None:

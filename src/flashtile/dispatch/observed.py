@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from ..call import counting
-from ..call.call import Call, Needs, differentiable_positions, new_rows, row_stats_shape
+from ..call.call import Call, Needs, Tangents, differentiable_positions, lse_shape, new_rows, row_stats_shape
 from ..call.problem import Problem, accumulation_dtype
 from ..call.record import record_of
 from ..locks import process_lock
 
 LOG_VARIABLE = "FLASHTILE_LOG_CALLS"
-See = Callable[[Call, Needs | None], None]
+See = Callable[..., None]  # gets a call and the gradients of a backward pass; in forward mode also the inputs that move
 
 _example: See | None = None  # for all threads: autograd has some of its own
 _known: set[Any] = set()  # kinds of calls in the log
@@ -44,6 +44,11 @@ def forward(call: Call) -> tuple[Tensor, Tensor] | None:
         log(call, None)
         return None
     _example(call, None)
+    return zeros(call)
+
+
+def zeros(call: Call) -> tuple[Tensor, Tensor]:
+    """The results of a forward pass in an example."""
     t = call.tensors
     out = new_rows(t.q, t.q.shape[1], t.v.shape[-1], t.q.dtype).zero_() if t.out is None else t.out.zero_()
     return out, t.q.new_zeros(row_stats_shape(call), dtype=accumulation_dtype(t.q.dtype))
@@ -60,17 +65,27 @@ def backward(call: Call, needs: Needs) -> list[Tensor | None] | None:
     return [torch.zeros_like(x) if needed and (x := flat[n]) is not None else None for n, needed in wanted]
 
 
-def log(call: Call, needs: Needs | None) -> None:
+def tangents(call: Call, given: Tangents) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """As `forward`, of a forward pass with tangents."""
+    if _example is None:
+        log(call, None, given.moves)
+        return None
+    _example(call, None, given.moves)
+    out, row_stats = zeros(call)
+    return out, row_stats, torch.zeros_like(out), row_stats.new_zeros(lse_shape(call.tensors.q))
+
+
+def log(call: Call, needs: Needs | None, moves: Needs | None = None) -> None:
     """Add a line for a call of a new kind to the log: calls of one bucket have one plan. Of functions there is none."""
     path = os.environ.get(LOG_VARIABLE)
     if not path:
         return
-    kind = (call.kind, Problem.describe(call.attention()).bucketed(), call.tensors.q.device.type, needs)
+    kind = (call.kind, Problem.describe(call.attention()).bucketed(), call.tensors.q.device.type, needs, moves)
     with _lock:
         if kind in _known:
             return
         _known.add(kind)
-    if (record := record_of(call, needs)) is not None:
+    if (record := record_of(call, needs, moves)) is not None:
         with suppress(OSError), open(path, "a") as file:
             file.write(json.dumps(record, separators=(",", ":")) + "\n")
 

@@ -1,13 +1,14 @@
 """The operators that torch sees: schemas, shape formulas for tracing, vmap, and the way down to a backend.
 
-Each layout has one forward and one backward operator, so that `torch.compile`, `torch.export` and graph capture see
-single opaque calls. Inside them, below Dynamo, a call becomes a problem, a plan, and a backend's kernels.
+Each layout has one operator for forward, one for backward and one for forward mode, so that `torch.compile`,
+`torch.export` and graph capture see single opaque calls. Inside them, below Dynamo, a call becomes a problem, a plan,
+and a backend's kernels.
 """
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,14 +23,16 @@ from ..call.call import (
     Call,
     Gradients,
     Settings,
+    Tangents,
     Tensors,
     differentiable_positions,
+    lse_shape,
     new_rows,
     public_lse,
     row_stats_shape,
     split_row_stats,
 )
-from ..call.check_results import check_needs, check_results
+from ..call.check_results import check_needs, check_results, check_tangents
 from ..call.eager import in_forward_mode, is_plain_eager
 from ..call.features import Field
 from ..call.numbers import of_program
@@ -45,13 +48,23 @@ Results = tuple[Tensor | None, ...]  # out, lse, dout and dlse
 LIBRARY = torch.library.Library("flashtile", "DEF")
 
 
-class Tangents(threading.local):
-    """Whether `autograd` computes the tangents of an operator's results, in forward mode."""
+class ForwardMode(threading.local):
+    """Whether the caller of an operator cares for the tangents of its results, in forward mode."""
 
-    elsewhere = False
+    handled = False
 
 
-tangents = Tangents()
+forward_mode = ForwardMode()
+
+
+@contextmanager
+def handled_tangents() -> Iterator[None]:
+    """A context in which operators take tensors without regard to their tangents."""
+    outer, forward_mode.handled = forward_mode.handled, True
+    try:
+        yield
+    finally:
+        forward_mode.handled = outer
 
 
 def fields(layout: str) -> list[Field]:
@@ -60,7 +73,7 @@ def fields(layout: str) -> list[Field]:
 
 
 class Operators:
-    """The forward and backward operator of one layout."""
+    """The operators of one layout: forward, backward, and forward with tangents."""
 
     def __init__(self, layout: str):
         self.layout = layout
@@ -73,10 +86,13 @@ class Operators:
             f"{self.name}_backward(bool[] needs, Tensor out, Tensor lse, Tensor? dout, Tensor? dlse, {call})"
             f" -> ({gradients})"
         )
-        LIBRARY.impl(f"{self.name}_forward", self.run_forward, "CompositeExplicitAutograd")
-        LIBRARY.impl(f"{self.name}_backward", self.run_backward, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"flashtile::{self.name}_forward", self.fake_forward, lib=LIBRARY)
-        torch.library.register_fake(f"flashtile::{self.name}_backward", self.fake_backward, lib=LIBRARY)
+        LIBRARY.define(
+            f"{self.name}_tangents(bool[] moves, Tensor[] tangents, {call})"
+            " -> (Tensor out, Tensor lse, Tensor dout, Tensor dlse)"
+        )
+        for kind in ("forward", "backward", "tangents"):
+            LIBRARY.impl(f"{self.name}_{kind}", getattr(self, f"run_{kind}"), "CompositeExplicitAutograd")
+            torch.library.register_fake(f"flashtile::{self.name}_{kind}", getattr(self, f"fake_{kind}"), lib=LIBRARY)
         torch.library.register_autograd(
             f"flashtile::{self.name}_forward", self.derivative, setup_context=self.setup_context, lib=LIBRARY
         )
@@ -86,6 +102,8 @@ class Operators:
             torch.library.register_vmap(op, functools.partial(one_by_one, op), lib=LIBRARY)
         self.forward = getattr(torch.ops.flashtile, f"{self.name}_forward").default
         self.backward = getattr(torch.ops.flashtile, f"{self.name}_backward").default
+        self.tangents = getattr(torch.ops.flashtile, f"{self.name}_tangents").default
+        torch.library.register_vmap(self.tangents, functools.partial(one_tangent_by_one, self.tangents), lib=LIBRARY)
 
     def arguments(self, call: Call) -> list[Any]:
         """A call as the operators take it."""
@@ -127,13 +145,21 @@ class Operators:
         *gradients, modified = self.backward(needs, out, lse, dout, dlse, *self.arguments(call))
         return *gradients, *modified
 
+    def with_tangents(self, call: Call, tangents: Tangents) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`out`, `lse` and their tangents, from the tangents of inputs: at least one."""
+        present = [x for x in tangents.flat() if x is not None]
+        return self.tangents(tangents.moves.flat(), present, *self.arguments(call))  # type: ignore[no-any-return]
+
     def run_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        if in_forward_mode() and not tangents.elsewhere:  # this is an operator in a traced program
-            raise AttentionError(
-                "a traced or compiled program that contains attention was called in forward mode, which would drop the "
-                "tangent.\n  accepted: forward mode around flashtile.attention(q, k, v) itself, untraced"
-            )
+        refuse_dropped_tangents()
         return run_forward(self.running_call(arguments))
+
+    def run_tangents(
+        self, moves: list[bool], tangents: list[Tensor], *arguments: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        refuse_dropped_tangents()
+        call = self.running_call(arguments)
+        return run_tangents(call, check_tangents(call, moves, tangents))
 
     def run_backward(
         self, needs: list[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, *arguments: Any
@@ -165,6 +191,14 @@ class Operators:
         q, v = call.tensors.q, call.tensors.v
         out = new_rows(q, q.shape[1], v.shape[-1], q.dtype)
         return out, q.new_empty(row_stats_shape(call), dtype=accumulation_dtype(q.dtype))
+
+    def fake_tangents(
+        self, moves: list[bool], tangents: list[Tensor], *arguments: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        call = self.call(arguments)
+        check_tangents(call, moves, tangents)
+        out, row_stats = self.fake_forward(*arguments)
+        return out, row_stats, torch.empty_like(out), row_stats.new_empty(lse_shape(call.tensors.q))
 
     def fake_backward(
         self, needs: list[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, *arguments: Any
@@ -227,6 +261,29 @@ def run_backward(
     ]
 
 
+@untraced
+def run_tangents(call: Call, tangents: Tangents) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The work of the operators of forward mode: the results of `run_forward`, and the tangents of `out` and `lse`."""
+    if counting.opened and (zeros := observed.tangents(call, tangents)) is not None:
+        return zeros
+    call = call.with_own_indices()
+    chosen = plan_call(call, moves=tangents.moves)
+    with inside_operator(call):
+        results = function_of(chosen, "tangents")(chosen, call, tangents)
+    if counting.opened:
+        count(call, chosen, "tangents")
+    return results  # type: ignore[no-any-return]
+
+
+def refuse_dropped_tangents() -> None:
+    """Raise an error if an operator runs in forward mode as part of a traced program."""
+    if in_forward_mode() and not forward_mode.handled:
+        raise AttentionError(
+            "a traced or compiled program that contains attention was called in forward mode, which would drop the "
+            "tangent.\n  accepted: forward mode around flashtile.attention(q, k, v) itself, untraced"
+        )
+
+
 def check_numbers(function: str, call: Call) -> None:
     """Check the settings of an operator that runs, and make them an eager call's: until now, numbers that a
     traced program computes were symbols.
@@ -273,6 +330,16 @@ def one_by_one(op: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *arg
     ]
     outputs = tuple(stacked(*parts) for parts in zip(*results, strict=True))
     return outputs, tuple(dims(x) for x in outputs)
+
+
+def one_tangent_by_one(op: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+    """As `one_by_one`. Examples that differ in tangents alone share `out` and `lse`."""
+    outputs, dims = one_by_one(op, info, in_dims, *arguments)
+    batched = [dim for of in in_dims[2:] for dim in (of if isinstance(of, list | tuple) else [of])]
+    if info.batch_size == 0 or any(dim is not None for dim in batched):
+        return outputs, dims
+    out, lse, *tangents = outputs
+    return (out[0], lse[0], *tangents), (None, None, 0, 0)
 
 
 def refuse_second_derivative(*_: Any) -> Any:

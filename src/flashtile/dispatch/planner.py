@@ -71,13 +71,21 @@ def forget_plans() -> None:
     _plan.cache_clear()
 
 
-def plan(problem: Problem, device: torch.device, backend: str = "auto", *, needs: Needs | None = None) -> Plan:
-    """The plan of a problem's forward pass, or of a backward pass for the gradients that `needs` asks for. It is cached
-    by the problem's bucket.
+def plan(
+    problem: Problem,
+    device: torch.device,
+    backend: str = "auto",
+    *,
+    needs: Needs | None = None,
+    moves: Needs | None = None,
+) -> Plan:
+    """The plan of a problem's forward pass, of a backward pass for the gradients that `needs` asks for, or of a forward
+    pass with the tangents of the inputs that `moves` names. It is cached by the problem's bucket.
 
     Raises:
         BackendError: the named backend does not exist or declines the problem, or a variable of the environment asks
-            for what does not exist. A backend is never replaced by another.
+            for what does not exist. A backend is never replaced by another, but for tangents, which a named backend
+            leaves to the next one that has them.
     """
     asked_by = "`backend`"
     if backend == "auto":
@@ -86,13 +94,13 @@ def plan(problem: Problem, device: torch.device, backend: str = "auto", *, needs
         known = {name: support.SUMMARY for name, support in SUPPORT.items()}
         accepted = f"'auto', {', '.join(map(repr, SUPPORT))}"
         raise BackendError(f"{asked_by} is {backend!r}. Accepted: {accepted}", known, works="tiled")
-    chosen = _plan(problem.bucketed(), describe_device(device), backend, needs)
+    chosen = _plan(problem.bucketed(), describe_device(device), backend, needs, moves)
     if (wrong := optional(SUPPORT[chosen.backend], "misconfigured")) is not None:
         raise BackendError(wrong, {}, works="tiled")
     return chosen
 
 
-def plan_call(call: Call, *, needs: Needs | None = None) -> Plan:
+def plan_call(call: Call, *, needs: Needs | None = None, moves: Needs | None = None) -> Plan:
     """The plan of a call that is about to run. Warns once if nothing faster than `tiled` takes it on an accelerator, or
     because a score_mod or mask function cannot be traced.
 
@@ -101,9 +109,11 @@ def plan_call(call: Call, *, needs: Needs | None = None) -> Plan:
     """
     device = call.tensors.q.device
     problem = Problem.describe(call.attention())
-    chosen = plan(problem, device, call.settings.backend, needs=needs)
-    if chosen.backend == "tiled" and call.settings.backend == "auto" and is_slow(chosen, problem, device, needs):
-        _warn_once(f"attention on {device} runs in the `tiled` backend, which is slow", chosen.why)
+    chosen = plan(problem, device, call.settings.backend, needs=needs, moves=moves)
+    named = call.settings.backend == "tiled"
+    if chosen.backend == "tiled" and not named and is_slow(chosen, problem, device, needs, moves):
+        work = "attention" if moves is None else "forward mode of attention"
+        _warn_once(f"{work} on {device} runs in the `tiled` backend, which is slow", chosen.why)
     return chosen
 
 
@@ -121,12 +131,14 @@ def count(call: Call, chosen: Plan, direction: str) -> None:
     counting.add(function, direction, chosen.backend, tuple(why))
 
 
-def is_slow(chosen: Plan, problem: Problem, device: torch.device, needs: Needs | None) -> bool:
+def is_slow(
+    chosen: Plan, problem: Problem, device: torch.device, needs: Needs | None, moves: Needs | None = None
+) -> bool:
     """Whether `tiled` takes a problem because no other backend can, not because it is faster than those."""
 
     def can(name: str) -> bool:
         usable = SUPPORT[name].unusable() is None
-        return usable and declines_on_device(name, problem, describe_device(device), needs) is None
+        return usable and declines_on_device(name, problem, describe_device(device), needs, moves) is None
 
     if device.type == "cpu":
         return problem.untraced is not None
@@ -134,18 +146,19 @@ def is_slow(chosen: Plan, problem: Problem, device: torch.device, needs: Needs |
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(problem: Problem, device: Device, backend: str, needs: Needs | None) -> Plan:
+def _plan(problem: Problem, device: Device, backend: str, needs: Needs | None, moves: Needs | None) -> Plan:
 
     def declines(name: str, needs: Needs | None) -> str | None:
         support = SUPPORT[name]
-        reason = support.unusable() or declines_on_device(name, problem, device, needs)
+        reason = support.unusable() or declines_on_device(name, problem, device, needs, moves)
         if reason is None and (unknown := optional(support, "unknown_kernels", problem, device, needs)) is not None:
             from . import self_check  # starts processes: not needed by `import flashtile`
 
             reason = self_check.failure(name, unknown, device.arch)
         return reason
 
-    chosen, reasons = fastest(AUTO if backend == "auto" else (backend,), declines, problem, device, needs)
+    names = AUTO if backend == "auto" else (backend,) if moves is None else with_tangents_after(backend)
+    chosen, reasons = fastest(names, declines, problem, device, needs, moves)
     if chosen is not None:
         return chosen
     asked = "no backend takes this call" if backend == "auto" else f"backend {backend!r} does not take this call"
@@ -158,6 +171,7 @@ def fastest(
     problem: Problem,
     device: Device,
     needs: Needs | None,
+    moves: Needs | None = None,
 ) -> tuple[Plan | None, dict[str, str]]:
     """The plan with the least expected time, of the backends that `declines` gives no reason against; and why it is not
     one of those before it.
@@ -176,7 +190,7 @@ def fastest(
                 if others_plan is not None:
                     own, rest = rows, Rest(rows, others, others_plan)
         if reason is None or rest is not None:
-            way = SUPPORT[name].candidates(problem, device, own)[0]
+            way = candidates_of(name, problem, device, own, moves)[0]
             plans.append(Plan(name, way.tile, way.num_splits, (), rest, way.microseconds))
             if way.microseconds <= 0.0:
                 break  # nothing takes less
@@ -190,22 +204,45 @@ def fastest(
     return chosen._replace(why=tuple((name, (reasons | slower)[name]) for name in before)), reasons
 
 
-def declines_on_device(name: str, problem: Problem, device: Device, needs: Needs | None) -> str | None:
+def with_tangents_after(backend: str) -> tuple[str, ...]:
+    """The backends that may compute the tangents of a call that names one: that one, else the first after it."""
+    return AUTO[AUTO.index(backend) :] if backend in AUTO else (backend, "tiled")
+
+
+def declines_on_device(
+    name: str, problem: Problem, device: Device, needs: Needs | None, moves: Needs | None = None
+) -> str | None:
     """Why a backend does not run a pass on a device, whatever is installed."""
     support = SUPPORT[name]
     reason = support.declines(problem, device)
     if reason is None and needs is not None:
         reason = optional(support, "declines_backward", problem, device, needs)
+    if reason is None and moves is not None:
+        if not hasattr(support, "tangent_candidates"):
+            return "it has no kernel of forward mode"
+        reason = optional(support, "declines_tangents", problem, device, moves)
     return reason  # type: ignore[no-any-return]
 
 
-def candidates(problem: Problem, device: Device, needs: Needs | None) -> list[tuple[str, Candidate]]:
+def candidates_of(
+    name: str, problem: Problem, device: Device, needs: Needs | None, moves: Needs | None = None
+) -> list[Candidate]:
+    """The ways to run a pass by one backend, the fastest first."""
+    support = SUPPORT[name]
+    if moves is not None:
+        return support.tangent_candidates(problem, device, moves)  # type: ignore[no-any-return]
+    return support.candidates(problem, device, needs)  # type: ignore[no-any-return]
+
+
+def candidates(
+    problem: Problem, device: Device, needs: Needs | None, moves: Needs | None = None
+) -> list[tuple[str, Candidate]]:
     """The ways to run a pass by all backends that `auto` may take on a device, the fastest first."""
     found = [
         (name, way)
         for name in AUTO
-        if SUPPORT[name].unusable() is None and declines_on_device(name, problem, device, needs) is None
-        for way in SUPPORT[name].candidates(problem, device, needs)
+        if SUPPORT[name].unusable() is None and declines_on_device(name, problem, device, needs, moves) is None
+        for way in candidates_of(name, problem, device, needs, moves)
     ]
     return sorted(found, key=lambda x: x[1].microseconds)
 

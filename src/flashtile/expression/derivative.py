@@ -1,5 +1,5 @@
-"""Derivatives of programs, as programs: reverse accumulation over the instructions, with PyTorch's conventions at
-kinks.
+"""Derivatives of programs, as programs: accumulation over the instructions, in reverse for `partials` and forward for
+`pushforward`, with PyTorch's conventions at kinks.
 
 A program computes each pair's result from that pair's inputs alone, so a gradient is a product of the arriving gradient
 and a partial derivative: those are what `partials` gives. They can be differentiated again.
@@ -46,6 +46,43 @@ def partials(program: Program, tensors: tuple[TensorType, ...], wanted: tuple[bo
             loads.append(Load(x.value, first, tuple(range(first + 1, first + 1 + len(indices)))))
             outputs += [adjoint, *indices]
     return Partials(builder.program(*outputs), tuple(loads))
+
+
+def pushforward(program: Program, tensors: tuple[TensorType, ...], wanted: tuple[bool, ...]) -> Program:
+    """The program with two more results, the partial derivative by the score and the tangent along the wanted tensors,
+    whose own tangents are tensors behind `tensors`, in order. A tangent `ds` of the score adds its product with the
+    former.
+    """
+    moving = [n for n, x in enumerate(wanted) if x]
+    builder = Builder((*tensors, *(tensors[n] for n in moving)))
+    [result] = builder.replayed(program)
+    of_score: dict[int, Node] = {}
+    of_loads: dict[int, Node] = {}
+    for n, x in enumerate(builder.instructions[: result.n + 1]):
+        if x.op == "input" and x.value == "score":
+            of_score[n] = builder.constant(1.0)
+        elif x.op == "load" and wanted[x.value]:
+            of_loads[n] = builder.add(x._replace(value=len(tensors) + moving.index(x.value)))
+    return builder.program(result, along(builder, result, of_score), along(builder, result, of_loads))
+
+
+def along(builder: Builder, result: Node, tangents: dict[int, Node]) -> Node:
+    """The tangent of `result`, from the tangents of instructions that it depends on."""
+    for n in range(result.n + 1):
+        x = builder.instructions[n]
+        if n in tangents or not any(m in tangents for m in x.operands):
+            continue
+        operands = [Node(m, builder.instructions[m].kind) for m in x.operands]
+        zero, of_operands = builder.constant(0.0), [tangents.get(m) for m in x.operands]
+        if x.op == "where":  # a choice, not a product with 0: the tangent that is not chosen may be NaN
+            tangents[n] = builder.op("where", operands[0], *(zero if y is None else y for y in of_operands[1:]))
+            continue
+        factors = terms(builder, x, Node(n, x.kind), operands, builder.constant(1.0))
+        for factor, tangent in zip(factors, of_operands, strict=True):
+            if factor is not None and tangent is not None:
+                term = builder.op("mul", factor, tangent)
+                tangents[n] = builder.op("add", tangents[n], term) if n in tangents else term
+    return tangents.get(result.n, builder.constant(0.0))
 
 
 def accumulated(builder: Builder, result: Node) -> dict[int, Node]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import torch_code
-from .derivative import Partials, partials
+from .derivative import Partials, partials, pushforward
 from .functions import ComputedError, UntraceableError
 from .inlined import inlined
 from .parse import parsed
@@ -31,6 +31,10 @@ class Formula(NamedTuple):
     def partials(self, wanted: Sequence[bool] = ()) -> Partials:
         """Partial derivatives by the score and by every load of the wanted tensors; of none by default."""
         return derived(self, (*wanted, *[False] * (len(self.tensors) - len(wanted))))
+
+    def pushforward(self, wanted: Sequence[bool] = ()) -> "Formula":
+        """The formula with the results of `derivative.pushforward`; tangents of the wanted tensors follow its own."""
+        return pushed(self, (*wanted, *[False] * (len(self.tensors) - len(wanted))))
 
     @property
     def key(self) -> str:
@@ -127,3 +131,9 @@ def loads_pairs(formula: Formula) -> bool:
 @functools.lru_cache(maxsize=1024)
 def derived(formula: Formula, wanted: tuple[bool, ...]) -> Partials:
     return partials(formula.program, formula.tensors, wanted)
+
+
+@functools.lru_cache(maxsize=1024)
+def pushed(formula: Formula, wanted: tuple[bool, ...]) -> Formula:
+    moving = [x for x, moves in zip(formula.tensors, wanted, strict=True) if moves]
+    return Formula(pushforward(formula.program, formula.tensors, wanted), (*formula.tensors, *moving))

@@ -21,6 +21,7 @@ from ..dispatch.planner import declines_on_device, fastest
 from .standard import StandardCall
 
 BACKENDS = ("hopper", "triton")
+QKV = Needs(True, True, True)
 TYPICAL = {  # multiprocessors, MHz, and bytes of memory in a microsecond of a usual chip: 0 for that of the rates
     "sm_80": (108, 0.0, 0.0), "sm_86": (84, 1695.0, 7.0e5), "sm_89": (142, 2520.0, 8.64e5), "sm_90": (132, 0.0, 0.0),
     "sm_100": (148, 1965.0, 8.0e6), "sm_120": (170, 2407.0, 1.79e6),
@@ -48,17 +49,18 @@ def launches(standard: StandardCall, device: Device, planner: Planner | None = N
         wanted = ("q", "k", "v", *standard.differentiated)
         needs = Needs(*(name in wanted for name in DIFFERENTIABLE))
         backward = (planner(problem, device, needs), needs)
-    return launches_of(call, device, planner(problem, device, None), backward)
+    along = (plan_of(problem, device, None, QKV), QKV) if standard.along else None
+    return launches_of(call, device, planner(problem, device, None), backward, along)
 
 
-def plan_of(problem: Problem, device: Device, needs: Needs | None) -> Plan:
+def plan_of(problem: Problem, device: Device, needs: Needs | None, moves: Needs | None = None) -> Plan:
     """The plan that `auto` makes on a device of the backends that have kernels."""
     problem = problem.bucketed()
 
     def declines(name: str, needs: Needs | None) -> str | None:
-        return declines_on_device(name, problem, device, needs)
+        return declines_on_device(name, problem, device, needs, moves)
 
-    chosen, _ = fastest(BACKENDS, declines, problem, device, needs)
+    chosen, _ = fastest(BACKENDS, declines, problem, device, needs, moves)
     if chosen is not None:
         return chosen
     raise LookupError(f"no kernel takes {problem} on {device.arch}")

@@ -7,13 +7,13 @@ import torch
 from ..backend import compiling
 from ..backend.gpu.archive import archive_for
 from ..backend.gpu.kernel import Kernel
-from ..backend.gpu.replay import Launch
+from ..backend.gpu.replay import Launch, collected_launches
 from ..call.call import Call, Needs
 from ..call.device import Device, meta_tensors_on
 from ..call.plan import Plan
 from ..call.problem import Problem
-from ..call.record import Record, call_of
-from ..dispatch.launches import launches_of, without_memory
+from ..call.record import Record, call_of, moves_of
+from ..dispatch.launches import launches_of, tangents_like, without_memory
 from ..dispatch.passes import function_of
 from ..dispatch.planner import plan
 from .launches import BACKENDS, plan_of
@@ -30,16 +30,39 @@ def kernels_of_record(record: Record, device: Device) -> Kernels:
     """
     on_cpu = device.type == "cpu"
     call, needs = call_of(record, "cpu" if on_cpu else "meta")
-    return kernels_of(call if on_cpu else without_memory(call), needs, device)
+    return kernels_of(call if on_cpu else without_memory(call), needs, device, moves_of(record))
 
 
-def kernels_of(call: Call, needs: Needs | None, device: Device) -> Kernels:
-    """The kernels of a call's forward pass or, with `needs`, of both passes.
+def kernels_of(call: Call, needs: Needs | None, device: Device, moves: Needs | None = None) -> Kernels:
+    """The kernels of a call's forward pass or, with `needs`, of both passes; with `moves`, of forward mode.
 
     Raises:
         AttentionError: as the call itself would.
     """
-    return cpu_kernels(call, needs) if device.type == "cpu" else gpu_kernels(call, needs, device)
+    if device.type == "cpu":
+        return cpu_kernels(call, needs) if moves is None else cpu_tangent_kernels(call, moves)
+    return gpu_kernels(call, needs, device) if moves is None else gpu_tangent_kernels(call, moves, device)
+
+
+def cpu_tangent_kernels(call: Call, moves: Needs) -> Kernels:
+    from ..backend.cpu.machine_code import collected_kernels
+
+    chosen = plan(Problem.describe(call), CPU, call.settings.backend, moves=moves)
+    if chosen.backend != "cpu":
+        return {}
+    with torch.no_grad(), collected_kernels() as found:
+        function_of(chosen, "tangents")(chosen, call, tangents_like(call, moves))
+    return {f"{x.name} {x.variant!r} {x.target!r}": x for x in found}
+
+
+def gpu_tangent_kernels(call: Call, moves: Needs, device: Device) -> Kernels:
+    with torch.no_grad(), meta_tensors_on(device):
+        chosen = gpu_plan(Problem.describe(call), device, None, call.settings.backend, moves)
+        if chosen is None or chosen.backend not in BACKENDS:
+            return {}
+        with collected_launches() as found:
+            function_of(chosen, "tangents")(chosen, call, tangents_like(call, moves))
+    return {key_of(x, device): x for x in found}
 
 
 def cpu_kernels(call: Call, needs: Needs | None) -> Kernels:
@@ -70,12 +93,14 @@ def gpu_kernels(call: Call, needs: Needs | None, device: Device) -> Kernels:
     return {key_of(x, device): x for x in found}
 
 
-def gpu_plan(problem: Problem, device: Device, needs: Needs | None, backend: str) -> Plan | None:
+def gpu_plan(
+    problem: Problem, device: Device, needs: Needs | None, backend: str, moves: Needs | None = None
+) -> Plan | None:
     """The plan that a call here has; without a GPU by the device's name, as for an archive. `None` without one."""
     if torch.cuda.is_available():
-        return plan(problem, torch.device("meta"), backend, needs=needs)
+        return plan(problem, torch.device("meta"), backend, needs=needs, moves=moves)
     try:
-        return plan_of(problem, device, needs)
+        return plan_of(problem, device, needs) if moves is None else plan_of(problem, device, None, moves)
     except LookupError:
         return None
 

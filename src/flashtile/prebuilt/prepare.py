@@ -77,8 +77,8 @@ class Work:
     def add_record(self, record: Record) -> None:
         self._add(kernels_of_record(record, self.device), record)
 
-    def add_call(self, call: Call, needs: Needs | None) -> None:
-        self._add(kernels_of(call, needs, self.device), record_of(call, needs))
+    def add_call(self, call: Call, needs: Needs | None, moves: Needs | None = None) -> None:
+        self._add(kernels_of(call, needs, self.device, moves), record_of(call, needs, moves))
 
     def _add(self, found: Kernels, record: Record | None) -> None:
         for key, kernel in found.items():

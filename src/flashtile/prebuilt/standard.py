@@ -46,12 +46,15 @@ EIGHT_BITS = (torch.float8_e4m3fn, torch.int8)  # caches
 
 
 class StandardCall(NamedTuple):
-    """A call of a public function, forward or also backward; gradients of q, k and v and of `differentiated`."""
+    """A call of a public function, forward or also backward; gradients of q, k and v and of `differentiated`. With
+    `along`, also in forward mode, where q, k and v move.
+    """
 
     function: str
     arguments: dict[str, Any]
     backward: bool = False
     differentiated: tuple[str, ...] = ()
+    along: bool = False
 
 
 def standard_calls() -> Iterator[StandardCall]:
@@ -66,6 +69,7 @@ def standard_calls() -> Iterator[StandardCall]:
         yield from decoding(dtype)
         yield from decoding_eight_bits(dtype)
         yield from paged_prefill(dtype)
+        yield from moving(dtype)
         yield from wide(WIDE_DIMS, dtype)
     yield from float32()
     yield from wide(WIDE_FLOAT32_DIMS, torch.float32)
@@ -127,6 +131,15 @@ def just_over_a_wave(dtype: torch.dtype) -> Iterator[StandardCall]:
     for dims, (heads, seqlen) in itertools.product((*COMMON, *RARER), OVER_A_WAVE):
         q, k, v = dense((heads, heads), seqlen, seqlen, dims, dtype)
         yield StandardCall("attention", {"q": q, "k": k, "v": v}, backward=True)
+
+
+def moving(dtype: torch.dtype) -> Iterator[StandardCall]:
+    """Forward mode, as of flow models: full and causal."""
+    for dim, seqlen, causal in itertools.product((64, 128, 256), (MIDDLE, LONG), (False, True)):
+        q, k, v = dense(FILLING, seqlen, seqlen, (dim, dim), dtype)
+        yield StandardCall("attention", {"q": q, "k": k, "v": v, "causal": causal}, along=True)
+        if dim < 256:
+            yield StandardCall("attention_varlen", {**packed(q, k, v), "causal": causal}, along=True)
 
 
 def float32() -> Iterator[StandardCall]:

@@ -60,6 +60,7 @@ class Case:
     description: str = field(default="")
     forward_only: bool = False
     constant: tuple[str, ...] = ()  # tensors without a gradient
+    tangents: dict[str, Tensor] = field(default_factory=dict)  # for differentiable tensors; with one, forward mode runs
 
     def __post_init__(self) -> None:
         if not self.description:
@@ -67,7 +68,7 @@ class Case:
 
     @property
     def differentiates(self) -> bool:
-        return not self.forward_only and (self.dout is not None or self.dlse is not None)
+        return not (self.forward_only or self.tangents) and (self.dout is not None or self.dlse is not None)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -93,8 +94,36 @@ class Case:
         import flashtile  # the oracle and the tolerances must not depend on it
 
         leaves = {name: tensor.detach() for name, tensor in self.differentiable().items()}  # keeps the strides
+        if self.tangents:
+            return self._along_tangents(leaves, backend, options)
         if self.differentiates:
             leaves = {name: tensor.requires_grad_() for name, tensor in leaves.items()}
+        arguments, caches = self._public(leaves)
+        out, lse = getattr(flashtile, self.function)(**arguments, return_lse=True, backend=backend, **options)
+        results = {"out": out.detach(), "lse": lse.detach()} | contents(caches)
+        if self.differentiates:
+            pairs = [(x, dx) for x, dx in ((out, self.dout), (lse, self.dlse)) if dx is not None]
+            outputs, cotangents = zip(*pairs, strict=True)
+            gradients = torch.autograd.grad(outputs, list(leaves.values()), cotangents)
+            results |= {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+        return results
+
+    def _along_tangents(self, leaves: dict[str, Tensor], backend: str, options: dict[str, Any]) -> dict[str, Tensor]:
+        """The results, and their tangents as "tout" and "tlse"."""
+        import flashtile  # as in `run`
+
+        def call(*moving: Tensor) -> Any:
+            arguments, _ = self._public(leaves | dict(zip(self.tangents, moving, strict=True)))
+            return getattr(flashtile, self.function)(**arguments, return_lse=True, backend=backend, **options)
+
+        inputs = tuple(leaves[name] for name in self.tangents)
+        (out, lse), (tout, tlse) = torch.func.jvp(call, inputs, tuple(self.tangents.values()))[:2]
+        return {"out": out, "lse": lse, "tout": tout, "tlse": tlse}
+
+    def _public(self, leaves: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Guarded]]:
+        """The public function's arguments with these differentiable tensors, and guarded copies of the caches."""
+        import flashtile  # as in `run`
+
         arguments = {**self.arguments, **{name: leaf for name, leaf in leaves.items() if name in self.arguments}}
         score_mod: Any = arguments.get("score_mod")
         if hasattr(score_mod, "tensors"):
@@ -106,15 +135,7 @@ class Case:
         if isinstance(arguments.get("window"), ExactSides):
             arguments["window"] = flashtile.ExactWindow(*arguments["window"])
         caches = {name: with_guard_bands(arguments[name]) for name in CACHES if arguments.get(name) is not None}
-        arguments |= {name: guarded.tensor for name, guarded in caches.items()}
-        out, lse = getattr(flashtile, self.function)(**arguments, return_lse=True, backend=backend, **options)
-        results = {"out": out.detach(), "lse": lse.detach()} | contents(caches)
-        if self.differentiates:
-            pairs = [(x, dx) for x, dx in ((out, self.dout), (lse, self.dlse)) if dx is not None]
-            outputs, cotangents = zip(*pairs, strict=True)
-            gradients = torch.autograd.grad(outputs, list(leaves.values()), cotangents)
-            results |= {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
-        return results
+        return arguments | {name: guarded.tensor for name, guarded in caches.items()}, caches
 
 
 def contents(caches: dict[str, Guarded]) -> dict[str, Tensor]:
@@ -158,6 +179,7 @@ def describe(case: Case) -> str:
         elif value is not False and not (name == "dropout_p" and value == 0.0):
             words.append(name if value is True else f"{name}={value!r}".replace(" ", ""))
     words += [f"constant {name}" for name in case.constant if name in arguments]
+    words += [f"moving {name}" for name in case.tangents]
     words.append(f"seed {case.seed}" + f" variation {case.variation}" * (case.variation > 0))
     return " ".join(words)
 

@@ -2,6 +2,7 @@
 
     |x - ref| <= 4 * eps(dtype) * (|ref| + R) + eps(acc) * (n + a * A) * C + tiny         out and gradients
     |x - ref| <= eps(acc) * (m + a * A) * max(1, |ref|)                                    lse
+    |x - ref| <= eps(acc) * (m + a * A) * C + tiny                                         tangent of lse
 
 with a = max(4, sqrt(head_dim)), and for fp64, where the oracle's own rounding is as large as the result's, 2 eps(acc).
 n is 32 and m is 8, and more for long sums of 16-bit inputs on a GPU (`Expected.sum_error`).
@@ -75,8 +76,9 @@ def rounding_bound(expected: Expected, dtype: torch.dtype) -> Tensor:
     acc = torch.finfo(accumulation_dtype(dtype))
     acc_eps = acc.eps * (2 if dtype == torch.float64 else 1)
     if expected.R is None or expected.C is None or expected.loss is None:
-        size = expected.reference.abs().clamp(min=1)
-        return acc_eps * (max(8, expected.sum_error) + expected.score_error * expected.A) * size
+        size = expected.reference.abs().clamp(min=1) if expected.C is None else expected.C
+        unrounded = acc_eps * (max(8, expected.sum_error) + expected.score_error * expected.A) * size
+        return unrounded if expected.loss is None else unrounded + acc.smallest_normal / acc.eps * (1 + expected.loss)
     stored = max(torch.finfo(dtype), torch.finfo(expected.dtype), key=lambda info: info.eps)
     floor = max(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps, acc.smallest_normal / acc.eps)
     result_floor = max(torch.finfo(expected.dtype).smallest_normal * torch.finfo(expected.dtype).eps, floor)

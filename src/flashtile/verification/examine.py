@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from ..errors import BackendError
 from ..testing.case import Case
 from ..testing.generate import random_case
 from ..testing.long import LONGEST, long_case
+from ..testing.moving import moving
 from ..testing.oracle import solve
 from ..testing.threads import one_thread
 from ..testing.tolerance import Deviation, compare
@@ -34,6 +35,7 @@ SHARES = {"cuda": (4, 1)}
 SHARES_ELSEWHERE = (50, 4)
 GPU_BACKENDS = ("triton", "hopper")
 LONGEST_INTERPRETED = 4096
+ALONG = 8  # seeds, of which one is also a problem in forward mode
 NO_PROBLEM = "no problem to compare with: "
 
 
@@ -218,12 +220,15 @@ def examine_one(problems: Problems, number: Number) -> list[Outcome]:
         known = [Outcome(name, seed, dtypes, described, long=long, variation=variation) for name in problems.backends]
         return [failed(outcome, problems, error, NO_PROBLEM) for outcome in known]
 
+    along = moving(case) if has_forward_mode(case, number) else None
     outcomes, results = {}, {}
     for name in problems.backends:
         outcome = Outcome(name, seed, dtype_name(case.dtype), case.description, long=long, variation=variation)
         outcomes[name] = outcome
         try:
             results[name] = on_host(case.run(name))
+            if along is not None:
+                results[name] |= on_host(tangents_alone(along.run(name)))
         except BackendError as error:
             outcomes[name] = replace(outcome, declined=error.reasons.get(name, str(error)))
         except Exception as error:
@@ -231,16 +236,32 @@ def examine_one(problems: Problems, number: Number) -> list[Outcome]:
             if outcomes[name].device_lost:
                 return [outcomes[name]]
     if results:
-        outcomes |= compared(problems, case, {name: outcomes[name] for name in results}, results)
+        known = {name: outcomes[name] for name in results}
+        outcomes |= compared(problems, case, along, known, results)
     return list(outcomes.values())
 
 
+def has_forward_mode(case: Case, number: Number) -> bool:
+    """Whether a problem is solved in forward mode too: one in eight, because it has kernels of its own."""
+    return number.seed % ALONG == 0 and not number.long and case.function != "attention_with_kvcache"
+
+
+def tangents_alone(results: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in results.items() if name in ("tout", "tlse")}
+
+
 def compared(
-    problems: Problems, case: Case, outcomes: dict[str, Outcome], results: dict[str, dict[str, Tensor]]
+    problems: Problems,
+    case: Case,
+    along: Case | None,
+    outcomes: dict[str, Outcome],
+    results: dict[str, dict[str, Tensor]],
 ) -> dict[str, Outcome]:
-    """The outcomes of the backends that have `results`."""
+    """The outcomes of the backends that have `results`; `along` is the case in forward mode."""
     try:
         expected = solve(case)
+        if along is not None:
+            expected |= tangents_alone(solve(along))
     except Exception as error:
         return {name: failed(outcome, problems, error, NO_PROBLEM) for name, outcome in outcomes.items()}
     judged = {}

@@ -35,10 +35,12 @@ from flashtile.testing.layouts import LAYOUTS, lay_out
 from flashtile.testing.poison import poisoned_allocation
 from flashtile.testing.tolerance import compare
 
-arguments, backward, forward, jit, targets, threads, variants = (
+arguments, backward, forward, tangents, jit, targets, threads, variants = (
     importlib.import_module(f"flashtile.backend.cpu.{name}")
-    for name in ("arguments", "kernels.backward", "kernels.forward", "jit", "targets", "threads", "variant")
-)
+    for name in (
+        "arguments", "kernels.backward", "kernels.forward", "kernels.tangents", "jit", "targets", "threads", "variant",
+    )
+)  # fmt: skip
 support = importlib.import_module("flashtile.backend.cpu.support")
 FEATURES = features()
 WIDTHS = ("avx512", "avx2", "baseline")
@@ -572,7 +574,9 @@ def test_kernels_for_arm_compile() -> None:
     everything = arguments.Variant(
         "float16", 4, softcap=True, bias="float32", head_terms=("slopes",), mask=True, dropout=True
     )
-    for pass_, variant in itertools.product((forward, backward), (VARIANT, everything)):
+    moving = everything._replace(tangents=("q", "k", "v", "bias", "slopes"))
+    kernels = *itertools.product((forward, backward), (VARIANT, everything)), (tangents, moving)
+    for pass_, variant in kernels:
         machine = jit.target_machine(processor)
         for name, text in pass_.source(variant, target).texts().items():
             if name.startswith("scores"):  # of the others the object file alone, which takes the time
@@ -584,8 +588,9 @@ def test_functions_stay_short() -> None:
     """Several passes of LLVM take more than linear time in a function's length. Of a kernel that shares parts with
     others, its own module is less than a third.
     """
-    for pass_ in (forward, backward):
-        variant = arguments.Variant("float32", 4, row_values=True)
+    plain = arguments.Variant("float32", 4, row_values=True)
+    kernels = (forward, plain), (backward, plain), (tangents, plain._replace(tangents=("q", "k", "v")))
+    for pass_, variant in kernels:
         for extra in ({}, {"softcap": True, "bias": "float32", "head_terms": ("slopes",), "mask": True}):
             texts = pass_.source(variant._replace(**extra), targets.host()).texts()
             functions = [len(x.splitlines()) for text in texts.values() for x in text.split("\ndefine ")]

@@ -20,9 +20,11 @@ from flashtile.api.explain import described_call
 from flashtile.backend.gpu.chips import SHARED_MEMORY
 from flashtile.backend.gpu.installed import triton_version
 from flashtile.backend.gpu.pairs import has_pairs
+from flashtile.backend.triton import entry
 from flashtile.backend.triton.support import MAX_HEAD_DIM
-from flashtile.backend.triton.tile_config import TileConfig
-from flashtile.call.call import DIFFERENTIABLE, Call
+from flashtile.backend.triton.tile_config import KernelConfig, TileConfig
+from flashtile.call.call import DIFFERENTIABLE, Call, Tangents
+from flashtile.call.plan import Plan
 from flashtile.dispatch.operators import OPERATORS
 from flashtile.testing.generate import random_case
 from flashtile.testing.score_functions import distance_table
@@ -47,6 +49,21 @@ def test_compiles_within_the_chip(arch: str) -> None:
     found = compile_launch(launch, arch)
     assert 0 < found.shared <= SHARED_MEMORY[arch] * KIB
     assert 0 < found.registers <= most_registers(arch)
+    assert not found.unset
+
+
+def test_tangents_of_a_score_mod_compile() -> None:
+    """With a tensor that it captures; the interpreter does not know the compiler's types."""
+    q, table = torch.empty(1, 2, 300, 32, dtype=torch.bfloat16), torch.ones(64)
+    score_mod = flashtile.ScoreMod(lambda s, b, h, i, j, x: s + x[(i - j) % 64], (table,))
+    call = described_call(q, q, q, None, None, {"score_mod": score_mod, "causal": True})
+    tile = KernelConfig(32, 32, 4, 2)
+    plan = Plan("triton", TileConfig(tile, tile, tile, tangents=tile), 1, ())
+    with recorded() as launched:
+        entry.tangents(plan, call, Tangents(q=q, v=q, score_mod_tensors=(table,)))
+    found = compile_launch(launched[-1], "sm_90")
+    assert found.name == "tangents"
+    assert found.spilled == 0
     assert not found.unset
 
 

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from ...call import eight_bit
-from ...call.call import HEAD_TERMS, Call, Needs, Tensors, split_row_stats
+from ...call.call import HEAD_TERMS, Call, Needs, Tangents, Tensors, split_row_stats
 from ...call.formulas import mask_formula, score_formula
 from ...call.problem import accumulation_dtype
 from ...expression import Formula
 from ...expression.derivative import Load
 from ...expression.program import TensorType, joined, type_of
-from ..scalars import finite_softcap, head_strides, keep_scale, strides_of, threshold
+from ..scalars import finite_softcap, head_strides, keep_scale, rows_last, strides_of, threshold
 from . import targets
 from .tables import GRADIENT_DIMENSIONS, UNLIMITED, stored_dtype
 from .targets import Target
-from .variant import FIELDS, REALS, Variant
+from .variant import CAPTURED, FIELDS, REALS, Variant
 from .workspace import CACHE_LINE
 
 # Behind the fields: counters of tasks and of threads, each on a cache line of its own, since every thread adds to them.
@@ -104,6 +104,20 @@ def with_derivative(variant: Variant, call: Call, needs: Needs) -> Variant:
     differentiated = Formula(joined(formula.program, partials.program), (*formula.tensors, *types))
     wide = variant.wide or any(call.tensors.score_mod_tensors[n].numel() > LARGEST_OFFSET for n in wanted)
     return variant._replace(formula=differentiated, loads=tuple(loads), wide=wide)
+
+
+def with_tangents(variant: Variant, call: Call, tangents: Tangents) -> Variant:
+    """The variant for forward mode, whose formula has the results of `pushforward`."""
+    of_tensors = [x is not None for x in tangents.score_mod_tensors]
+    moving = [name for name in ("q", "k", "v", "bias", "sinks") if getattr(tangents, name) is not None]
+    moving += [symbol for symbol, n in HEAD_TERMS.items() if getattr(tangents, Tensors._fields[n]) is not None]
+    moving += [CAPTURED] if any(of_tensors) else []
+    formula = variant.formula
+    return variant._replace(
+        tangents=tuple(moving),
+        formula=formula if formula is None else formula.pushforward(of_tensors),
+        wide=variant.wide or needs_wide_offsets([x for x in tangents.score_mod_tensors if x is not None]),
+    )
 
 
 def wanted_gradients(call: Call, needs: Needs) -> list[int]:
@@ -202,7 +216,34 @@ def input_tensors(call: Call, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tens
 
 def captured_tensors(call: Call) -> list[Tensor]:
     """The tensors of the score_mod, in dtypes that kernels read."""
-    return [x.detach().to(getattr(torch, stored_dtype(type_of(x).dtype))) for x in call.tensors.score_mod_tensors]
+    return stored(call.tensors.score_mod_tensors)
+
+
+def stored(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [x.detach().to(getattr(torch, stored_dtype(type_of(x).dtype))) for x in tensors]
+
+
+def tangent_tensors(call: Call, tangents: Tangents) -> dict[str, Tensor]:
+    """The tangents of all inputs but captured tensors by field name, in the dtypes that kernels read."""
+    given = {f"d{name}": getattr(tangents, name) for name in ("q", "k", "v", "bias")}
+    found = {name: rows_last(x) if name != "dbias" else x for name, x in given.items() if x is not None}
+    for name, n in HEAD_INPUTS:
+        if (x := getattr(tangents, Tensors._fields[n])) is not None:
+            found[f"d{name}"] = x.detach().to(accumulation_dtype(call.tensors.q.dtype)).contiguous()
+    return found
+
+
+def tangent_strides(call: Call, tensors: dict[str, Tensor]) -> dict[str, int]:
+    """The strides of `tangent_tensors`."""
+    paged, values = call.tensors.page_table is not None, dict[str, int]()
+    for name, x in tensors.items():
+        if name == "dbias":
+            values |= pair_strides(name, x)
+        elif name in ("dq", "dk", "dv"):
+            values |= strides(name, x, paged and name != "dq")
+        elif name != "dsinks":
+            values[f"{name}_b"] = x.stride(0) if x.dim() == 2 else 0
+    return values
 
 
 def captured_table(tensors: Sequence[Tensor]) -> dict[str, Tensor]:

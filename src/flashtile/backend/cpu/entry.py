@@ -8,9 +8,18 @@ from .arguments import uses_matrix_tiles
 from .host_backward import backward, record_backward
 from .host_cache import record_attend_with_cache
 from .host_forward import forward, record_forward
+from .host_tangents import tangents
 from .targets import host_width
 
-__all__ = ["backward", "forward", "record_attend_with_cache", "record_backward", "record_forward", "tiles"]
+__all__ = [
+    "backward",
+    "forward",
+    "record_attend_with_cache",
+    "record_backward",
+    "record_forward",
+    "tangents",
+    "tiles",
+]
 
 
 def tiles(plan: Plan, call: Call, needs: Needs | None) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Host code of the forward pass: allocate results, launch the kernel."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from .blocks import BlockTable, table_strides, table_tensors
 from .distance_table import with_distance_table
 from .launch import KernelLaunch, TensorSpec, run
 from .lengths import chunk, lengths, max_threads, used_splits
-from .machine_code import function_address
+from .machine_code import CpuKernel, function_address
 from .recording import recorded
 from .variant import FORWARD
 
@@ -76,59 +77,77 @@ def run_forward(
         tensors["partial_lse"] = lse.new_empty((2, *shape) if call.keeps_residual else shape)
     run(launch, tensors)
     del captured
+    fill_unused(launch, q, out, lse)
+    return tensors
+
+
+def fill_unused(launch: KernelLaunch, q: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Fill in the results of packed rows that belong to no sequence."""
     for tokens in launch.lengths.unused:
         out[tokens] = 0
         for x, value in zip(split_row_stats(q, lse), (-torch.inf, 0), strict=True):
             if x is not None:
                 x[:, tokens] = value
-    return tensors
 
 
 def forward_launch(
     plan: Plan, call: Call, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor
 ) -> KernelLaunch:
     """Choose the variant and compute all arguments of the kernel but the addresses."""
-    q, k, v = inputs
+    q, _, v = inputs
     for_decode = args.decode_target(call, plan.tile.rows)
     target = targets.host() if for_decode is None else for_decode
     variant = args.variant_of(call, target, plan.tile.rows)
     tiles = args.uses_matrix_tiles(call, plan.tile.rows)
     row_values = not tiles and args.whole_vectors(call, v)
     variant = variant._replace(row_values=row_values, decode=for_decode is not None, tiles=tiles)
-    values = args.call_scalars(call, variant, q, k, v)
-    rows = variant.vectors * (target.vector_bytes // lse.element_size())
-    panels = -(-plan.tile.rows // rows)
-    task_rows = panels * rows, min(plan.tile.rows, panels * rows)
-    of_call = lengths(call, values["num_heads_kv"], values["groups"], task_rows[0])
     splits = least_splits = splits_of(call, plan.num_splits, workspace.BLOCK_N)
     if call.settings.num_splits is None:
         least_splits = 1
     if out.dtype != q.dtype:  # which the kernel writes as combined results alone
         splits, least_splits = max(splits, 2), max(least_splits, 2)
-    widths = q.shape[-1], v.shape[-1]
-    table = BlockTable.of(call, of_call, rows)
     layout = workspace.tile_layout if tiles else workspace.forward_layout
+    kernel = CpuKernel(FORWARD, variant, target)
+    launch = launch_over_rows(kernel, layout, plan.tile.rows, call, inputs, (out, lse))
+    return with_lengths(launch._replace(splits=splits, least_splits=least_splits), call)
+
+
+def launch_over_rows(
+    kernel: CpuKernel,
+    layout: Callable[..., workspace.Layout],
+    most_rows: int,
+    call: Call,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    results: tuple[Tensor, Tensor],
+) -> KernelLaunch:
+    """The launch of a kernel whose tasks have `most_rows` query rows, rounded up to panels, without what depends on the
+    lengths (`with_lengths`); `results` are out and lse.
+    """
+    (q, k, v), (out, lse) = inputs, results
+    values = args.call_scalars(call, kernel.variant, q, k, v)
+    rows = kernel.variant.vectors * (kernel.target.vector_bytes // lse.element_size())
+    panels = -(-most_rows // rows)
+    task_rows = panels * rows, min(most_rows, panels * rows)
+    of_call = lengths(call, values["num_heads_kv"], values["groups"], task_rows[0])
+    table = BlockTable.of(call, of_call, rows)
     values |= {
         **table_strides(table),
         **args.strides("out", out),
         **args.lse_strides(q, lse),
         "panels": panels,
         "out_is_real": int(out.dtype == lse.dtype),
-        "work_size": workspace.num_bytes(layout, lse.element_size(), rows, panels, *widths),
+        "work_size": workspace.num_bytes(layout, lse.element_size(), rows, panels, q.shape[-1], v.shape[-1]),
     }
-    launch = KernelLaunch(
-        threads.WORKER(function_address(FORWARD, variant, target)),
+    return KernelLaunch(
+        threads.WORKER(function_address(*kernel)),
         args.pack(values),
         0,
         values["work_size"],
         of_call,
-        splits,
-        least_splits,
-        (TensorSpec.of(out), TensorSpec.of(lse)),
-        table,
-        task_rows,
+        results=(TensorSpec.of(out), TensorSpec.of(lse)),
+        blocks=table,
+        task_rows=task_rows,
     )
-    return with_lengths(launch, call)
 
 
 def with_lengths(launch: KernelLaunch, call: Call) -> KernelLaunch:

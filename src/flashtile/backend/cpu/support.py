@@ -66,9 +66,14 @@ def candidates(problem: Problem, device: Device, needs: Needs | None) -> list[Ca
     return [Candidate(tile(problem), num_splits(problem), 0.0)]
 
 
-def tile(problem: Problem) -> TileConfig:
+def tangent_candidates(problem: Problem, device: Device, moves: Needs) -> list[Candidate]:
+    """The one way to run a forward pass with tangents. A task has queries, outputs, and as many tangents."""
+    return [Candidate(tile(problem, copies=2), 1, 0.0)]
+
+
+def tile(problem: Problem, copies: int = 1) -> TileConfig:
     size = 8 if problem.dtype is torch.float64 else 4
-    max_rows = ROW_BYTES // ((problem.head_dim + problem.head_dim_v) * size)
+    max_rows = ROW_BYTES // ((problem.head_dim + problem.head_dim_v) * size * copies)
     rows = problem.seqlen_q * problem.num_heads_q // max(problem.num_heads_kv, 1)
     # At least four tasks for each key head, so that threads can share them. In bfloat16 each task converts or packs all
     # keys, which costs the more the fewer rows it has: fewer tasks where many heads have enough of them.

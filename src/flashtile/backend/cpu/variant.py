@@ -8,7 +8,9 @@ from ...expression import Formula
 from ...expression.derivative import Load
 from ...expression.program import joined
 
-FORWARD, BACKWARD, TABLE = "forward", "backward", "distance_table"  # names of the compiled functions
+# Names of the compiled functions.
+FORWARD, BACKWARD, TANGENTS, TABLE = "forward", "backward", "tangents", "distance_table"
+CAPTURED = "captured"
 LOG2E = math.log2(math.e)
 
 
@@ -35,6 +37,7 @@ class Variant(NamedTuple):
     keys: str | None = None  # format of keys and values of 8 bits; forward only
     k_scales: str = ""  # whether scales of 8-bit keys differ by "head" or by "key"
     v_scales: str = ""
+    tangents: tuple[str, ...] = ()  # fields of inputs with a tangent, `CAPTURED` for any of the formula's tensors
 
     @property
     def real_dtype(self) -> str:
@@ -72,7 +75,13 @@ class Variant(NamedTuple):
             keys=self.keys,
             k_scales=self.k_scales,
             v_scales=self.v_scales,
+            tangents=(CAPTURED,) if self.score_tangents else self.tangents[:1],
         )
+
+    @property
+    def score_tangents(self) -> bool:
+        """Whether scores have a tangent."""
+        return any(name not in ("v", "sinks") for name in self.tangents)
 
     @property
     def functions(self) -> Formula | None:
@@ -116,10 +125,10 @@ class TaskSplit(NamedTuple):
 
 
 # Fields of the argument block, 8 bytes each. Strides are in elements, `work_size` in bytes. `residual` is the distance
-# from lse to its residual, 0 where that is not kept.
+# from lse to its residual, 0 where that is not kept. `dq` and others are gradients in backward, else tangents.
 ADDRESSES = """
 q k v out lse mask bias captured blocks sinks seed sequences page_table partial_out partial_lse counter workspace
-dout dlse delta dq dk dv dbias dbias_error dslopes k_descale v_descale
+dout dlse delta dq dk dv dbias dbias_error dslopes dsinks k_descale v_descale
 """
 INTEGERS = """
 tasks batch num_heads_kv groups seqlen_total head_dim head_dim_v panels splits chunk
@@ -131,4 +140,9 @@ dbias_b dbias_h dbias_i dbias_j share_b share_h total_keys out_is_real residual
 k_descale_b k_descale_p k_descale_n k_descale_h v_descale_b v_descale_p v_descale_n v_descale_h
 """
 REALS = "factor scale softcap_scale keep_scale"
-FIELDS = (*(ADDRESSES + INTEGERS + REALS).split(), *HEAD_TERMS, *(f"{symbol}_b" for symbol in HEAD_TERMS))
+FIELDS = (
+    *(ADDRESSES + INTEGERS + REALS).split(),
+    *HEAD_TERMS,
+    *(f"{symbol}_b" for symbol in HEAD_TERMS),
+    *(f"d{symbol}_b" for symbol in HEAD_TERMS),
+)

@@ -75,6 +75,26 @@ def tile_layout(rows: int, panels: Any, head_dim: Any, head_dim_v: Any) -> Layou
     yield "copied", TILE_DEPTH * (depth + width) // 2, INT  # keys before they are packed
 
 
+def tangent_layout(rows: int, panels: Any, head_dim: Any, head_dim_v: Any) -> Layout:
+    """The same for forward mode: what forward has, and the tangents of all that a pair, a row or a key has."""
+    yield from forward_layout(rows, panels, head_dim, head_dim_v)
+    for name in ("dq_offsets", "dbias_offsets"):
+        yield name, panels * rows, LONG
+    for symbol in HEAD_TERMS:
+        yield f"d{symbol}", panels * rows, REAL
+    yield "ones", rows, REAL  # in place of `alpha`
+    yield "dscores_front", DROPOUT_KEYS * rows, REAL
+    yield "dscores", (BLOCK_N + DROPOUT_KEYS) * rows, REAL  # [keys, rows]; then p times that
+    yield "dbias", BLOCK_N * rows, REAL
+    yield "dk", head_dim * BLOCK_N, REAL
+    yield "dv", head_dim_v * BLOCK_N, REAL
+    yield "dl", panels * rows, REAL
+    yield "dq", panels * head_dim * rows, REAL
+    yield "dout", panels * head_dim_v * rows, REAL
+    yield "total_dl", panels * rows, REAL
+    yield "total_dout", panels * head_dim_v * rows, REAL
+
+
 def backward_layout(rows: int, lanes: int, head_dim: Any, head_dim_v: Any, total_keys: Any) -> Layout:
     """The same for backward. `total_keys` is the number of keys that have totals of dk and dv; 0 for few rows."""
     yield from beginning()

@@ -164,18 +164,21 @@ def source(
     *,
     partial: bool = False,
     load: int | None = None,
+    along: tuple[int, ...] = (),
     wide: bool = False,
     language: str = "tl",
 ) -> Source:
     """A function that returns the new score, or of a mask whether a pair is visible. With `partial`, it also returns
     the derivative by the score; with `load`, the derivative by the element that this load of the formula reads, and the
-    element's position. Loads come from `formula.partials` of all tensors of real numbers. `wide`: offsets into
-    captured tensors have 64 bits.
+    element's position. Loads come from `formula.partials` of all tensors of real numbers. With `along`, it also returns
+    the derivative along tangents of these tensors, which follow the captured ones. `wide`: offsets into captured
+    tensors have 64 bits.
     """
-    writer = Writer(formula.tensors, language, wide)
+    tangents = tuple(formula.tensors[n] for n in along)
+    writer = Writer((*formula.tensors, *tangents), language, wide)
     [score] = emit(formula.program, writer)
     results, inputs = [score], frozenset[str]()
-    if partial or load is not None:
+    if partial or load is not None or along:
         wanted, found = formula.partials(differentiable(formula))
         derivatives = emit(wanted, writer)
         if partial:
@@ -185,10 +188,21 @@ def source(
             position = writer.position(read.tensor, [derivatives[n] for n in read.indices])
             results += [derivatives[read.partial], position]
             inputs = position.inputs
+        if along:
+            results.append(directional(writer, [x for x in found if x.tensor in along], along, derivatives))
     body = "".join(f"    {line}\n" for line in writer.lines)
     returned = "".join(f"{x.name}, " for x in results)
     parameters = ", ".join((*INPUTS[formula.is_mask :], "captured"))
     return Source(f"def {name}({parameters}):\n{body}    return ({returned})\n", inputs)
+
+
+def directional(writer: Writer, reads: Sequence[Load], along: tuple[int, ...], derivatives: Sequence[Value]) -> Value:
+    """The derivative along tangents, the last of the writer's tensors, of the captured tensors `along`."""
+    first, total = len(writer.tensors) - len(along), writer.constant(0.0, REAL)
+    for read in reads:
+        moving = writer.load(first + along.index(read.tensor), [derivatives[n] for n in read.indices])
+        total = writer.add(total, writer.mul(derivatives[read.partial], moving))
+    return total
 
 
 def loads(formula: Formula) -> tuple[Load, ...]:

@@ -2,18 +2,25 @@
 
 from torch import Tensor
 
-from ...call.call import Call, Gradients, Needs
+from ...call.call import Call, Gradients, Needs, Tangents
 from ...call.plan import Plan
 from ...call.problem import accumulation_dtype
-from ..blockwise.lse_shape import lse_to_rows, row_stats_to_rows, rows_to_row_stats
+from ..blockwise.lse_shape import lse_to_rows, row_stats_to_rows, rows_to_lse, rows_to_row_stats
 from . import backward as backward_pass
 from . import forward as forward_pass
+from . import tangents as forward_mode
 from .backward import Saved
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
     out, *row_stats = forward_pass.forward(call, plan.tile, accumulation_dtype(call.tensors.q.dtype))
     return out, rows_to_row_stats(call, *row_stats)
+
+
+def tangents(plan: Plan, call: Call, tangents: Tangents) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dtype = accumulation_dtype(call.tensors.q.dtype)
+    out, lse, residual, dout, dlse = forward_mode.forward(call, tangents, plan.tile, dtype)
+    return out, rows_to_row_stats(call, lse, residual), dout, rows_to_lse(call, dlse)
 
 
 def backward(

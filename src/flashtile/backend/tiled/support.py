@@ -21,6 +21,7 @@ TILE_SCORES = 2**20
 GPU_BLOCK_M, GPU_BLOCK_N, GPU_TILE_SCORES = 4096, 2048, 2**25
 # Microseconds on a GPU: of a score in memory, of a product of float32, and of a tile's thirty operations.
 SCORE, PRODUCT, OPERATIONS = 6e-5, 4e-8, 150.0
+TANGENT_PASSES = 3  # forward passes in one with tangents, by its products
 
 
 def unusable() -> str | None:
@@ -41,6 +42,12 @@ def candidates(problem: Problem, device: Device, needs: Needs | None) -> list[Ca
     tiles *= -(-p.num_heads_kv // shape.heads_kv) * -(-p.batch // shape.batch)
     microseconds = passes * (pairs * (SCORE + PRODUCT * (p.head_dim + p.head_dim_v)) + tiles * OPERATIONS)
     return [Candidate(shape, 1, microseconds)]
+
+
+def tangent_candidates(problem: Problem, device: Device, moves: Needs) -> list[Candidate]:
+    """The one way to run a forward pass with tangents: three times the products of a forward pass."""
+    (way,) = candidates(problem, device, None)
+    return [way._replace(microseconds=TANGENT_PASSES * way.microseconds)]
 
 
 def tile(problem: Problem, device: Device) -> "TileShape":

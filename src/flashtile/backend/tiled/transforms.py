@@ -125,19 +125,31 @@ def pullback(fn: Function, num_inputs: int, wanted: list[int]) -> Function:
 
 def pushforward(fn: Function, num_inputs: int, with_tangent: list[int]) -> Function:
     """The function `(*inputs, *tangents) -> tangents` of the outputs."""
+    both = with_pushforward(fn, num_inputs, with_tangent)
 
     def tangents(*arguments: Tensor | None) -> tuple[Tensor, ...]:
+        found = both(*arguments)
+        return found[len(found) // 2 :]
+
+    return tangents
+
+
+def with_pushforward(fn: Function, num_inputs: int, with_tangent: list[int]) -> Function:
+    """The function `(*inputs, *tangents) -> (*outputs, *tangents)` of the outputs."""
+
+    def outputs_and_tangents(*arguments: Tensor | None) -> tuple[Tensor, ...]:
         inputs, in_tangents = arguments[:num_inputs], arguments[num_inputs:]
         primals = tuple(inputs[n] for n in with_tangent)
         function = partial_of(fn, inputs, with_tangent)
         if not in_plain_dual_level():
-            return torch.func.jvp(function, primals, in_tangents)[1]
+            outputs, tangents = torch.func.jvp(function, primals, in_tangents)[:2]
+            return *outputs, *tangents
         # The pullback is linear in the cotangents, so its own pullback is the pushforward.
         outputs, pull = torch.func.vjp(function, *primals)[:2]
         _, push = torch.func.vjp(pull, tuple(torch.zeros_like(x) for x in outputs))[:2]
-        return push(in_tangents)[0]
+        return *outputs, *push(in_tangents)[0]
 
-    return tangents
+    return outputs_and_tangents
 
 
 def in_plain_dual_level() -> bool:

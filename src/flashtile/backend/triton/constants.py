@@ -44,6 +44,15 @@ class Constants:
 
 
 @dataclass(frozen=True)
+class TangentConstants(Constants):
+    """Compile-time parameters of the forward kernel with tangents."""
+
+    PRODUCTS_MOVE: bool = False  # q or k
+    SCORES_MOVE: bool = False  # q, k, or what else changes the scores of keys
+    CAPTURED_MOVE: bool = False  # tensors of the score_mod
+
+
+@dataclass(frozen=True)
 class AppendConstants:
     """Compile-time constants of `kernels.append`."""
 

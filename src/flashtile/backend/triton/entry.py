@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ...call.cache import CacheCall
 from ...call.cache import append_and_rotate as in_operations
-from ...call.call import Call, Needs
+from ...call.call import Call, Needs, Tangents
 from ...call.plan import Plan
 from ..gpu import replay
 from ..replays import ForwardReplay
@@ -23,6 +23,13 @@ def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
     """As `forward`, and the function that repeats it for calls of the same layout."""
     recording, results = replay.record(call.inputs, launch_forward, plan, call)
     return ForwardReplay(recording), call.keep(results)
+
+
+def tangents(plan: Plan, call: Call, tangents: Tangents) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from .launch.tangents import launch_tangents  # not needed by other passes
+
+    moving = [x for x in tangents.flat() if x is not None]
+    return replay.run((*call.inputs, *moving), launch_tangents, plan, call, tangents.moves)  # type: ignore[return-value]
 
 
 def tiles(plan: Plan, call: Call, needs: Needs | None) -> dict[str, Any]:

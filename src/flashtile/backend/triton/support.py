@@ -87,6 +87,16 @@ def candidates(problem: Problem, device: Device, needs: Needs | None) -> list[Ca
     return ranked(ways, rates_of(device))
 
 
+def tangent_candidates(problem: Problem, device: Device, moves: Needs) -> list[Candidate]:
+    """The ways to run a forward pass with tangents, the fastest first."""
+    from ..gpu.cost import ranked  # not needed by `import flashtile`
+    from ..gpu.rates import rates_of
+    from .plan import candidates, cost
+
+    ways = [(tile, 1, cost.tangents(problem, device, tile, moves)) for tile in candidates.tangents(problem, device)]
+    return ranked(ways, rates_of(device))
+
+
 def unsplit(plan: Plan, call: Call) -> str | None:
     """Why forward does not split keys into as many parts as the caller asks for, or `None`."""
     return None if plan.tile.products is None else "PyTorch multiplies, by whole rows"

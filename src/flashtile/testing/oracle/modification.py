@@ -51,6 +51,14 @@ class ScoreModification:
             loose=loose.any().expand(tensor.shape),
         )
 
+    def along(self, tangents: tuple[Tensor | None, ...]) -> Tensor:
+        """Directional derivative [H, Sq, Sk] of the modified score along tangents of the tensors."""
+        total = torch.zeros_like(self.score)
+        for tensor, tangent in zip(self._tensors, tangents, strict=True):
+            if tangent is not None:
+                total = total + self._slope(tensor, tangent)
+        return total
+
     def _pull(self, cotangent: Tensor, leaf: Tensor) -> Tensor:
         """Vector-Jacobian product of the modified score."""
         if not self._modified.requires_grad:
@@ -58,8 +66,8 @@ class ScoreModification:
         (gradient,) = torch.autograd.grad(self._modified, leaf, cotangent, retain_graph=True, allow_unused=True)
         return torch.zeros(leaf.shape, dtype=torch.float64) if gradient is None else gradient
 
-    def _slope(self, tensor: Tensor) -> Tensor:
-        """Directional derivative [H, Sq, Sk] along ones: J @ 1 is the derivative of sum(J^T g) with respect to g."""
+    def _slope(self, tensor: Tensor, direction: Tensor | float = 1.0) -> Tensor:
+        """Directional derivative [H, Sq, Sk], by default along ones: J @ d is the derivative of sum(d * J^T g) by g."""
         if not self._modified.requires_grad:
             return torch.zeros_like(self.score)
         with torch.enable_grad():
@@ -67,5 +75,5 @@ class ScoreModification:
             (pulled,) = torch.autograd.grad(self._modified, tensor, g, create_graph=True, allow_unused=True)
             if pulled is None or not pulled.requires_grad:
                 return torch.zeros_like(self.score)
-            (slope,) = torch.autograd.grad(pulled.sum(), g, retain_graph=True)
+            (slope,) = torch.autograd.grad((direction * pulled).sum(), g, retain_graph=True)
         return slope

@@ -19,10 +19,11 @@ from .forward import INF, forward, score_error
 from .philox import keep_factors
 from .sequence import Sequence
 from .sums import Sums
+from .tangents import InputTangents, tangents
 
 # Terms for which a GPU's sum of 16-bit inputs may lose eps(acc): its matrix units truncate a sum after each 16, and the
 # softmax rounds the sum of a row by half of that, half as large on average, after each block of 64.
-GPU_SUMS = {"out": 16, "dq": 16, "dk": 16, "dv": 16, "lse": 256}
+GPU_SUMS = {"out": 16, "tout": 16, "dq": 16, "dk": 16, "dv": 16, "lse": 256}
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Expected:
     reference: Tensor  # float64
     dtype: torch.dtype  # dtype of the public function's result
     A: Tensor
-    R: Tensor | None = None  # None for lse
+    R: Tensor | None = None  # None for lse and its tangent, which has a C
     C: Tensor | None = None
     loss: Tensor | None = None  # error if every P and dS is off by 1, for the bound's `tiny`
     loose: Tensor | None = None  # bool: a NaN or infinity elsewhere in the same sequence and head may reach the element
@@ -93,6 +94,10 @@ class _Solution:
         self.A = torch.zeros(out_shape[:2], dtype=torch.float64)
         self.sums = {"out": Sums.zeros(out_shape)}
         self.slack = torch.zeros(out_shape, dtype=torch.float64), torch.zeros(out_shape[:2], dtype=torch.float64)
+        self.tangents: dict[str, Tensor] = {name: _exact(x) for name, x in case.tangents.items()}
+        self.tlse, self.tlse_size = (torch.zeros(out_shape[:2], dtype=torch.float64) for _ in range(2))
+        if case.tangents:
+            self.sums["tout"] = Sums.zeros(out_shape)
         if case.differentiates:
             packed = {"q": self.q.shape, "k": self.k.shape, "v": self.v.shape}
             for name, tensor in case.differentiable().items():
@@ -104,12 +109,12 @@ class _Solution:
             self._add_sequence(batch, q_rows, k_rows)
             self.most_rows = max(self.most_rows, len(q_rows) * group)
             self.most_keys = max(self.most_keys, len(k_rows))
-        dtypes = {"out": self.case.dtype}
+        dtypes = {"out": self.case.dtype, "tout": self.case.dtype}
         dtypes |= {f"d{name}": tensor.dtype for name, tensor in self.case.differentiable().items()}
         results = {}
         error = score_error(self.q.shape[-1])
         for name, sums in self.sums.items():
-            if name in ("out", "dq", "dk", "dv"):
+            if name in ("out", "tout", "dq", "dk", "dv"):
                 sums = sums.map(lambda part, name=name: self._unpacked(part, name))
             results[name] = Expected(
                 sums.total, dtypes[name], sums.A, sums.squares.sqrt(), sums.absolutes, sums.loss, sums.loose, error,
@@ -120,6 +125,11 @@ class _Solution:
         lse = Expected(lse, lse_dtype, A, score_error=error, sum_error=self._sum_error("lse"))
         out_slack, lse_slack = (self._unpacked(x, name) for x, name in zip(self.slack, ("out", "lse"), strict=True))
         out, lse = replace(results.pop("out"), slack=out_slack), replace(lse, slack=lse_slack)
+        if self.tangents:
+            tlse, size, more = (self._unpacked(x, "lse") for x in (self.tlse, self.tlse_size, self.A + 1))
+            results["tlse"] = Expected(
+                tlse, lse_dtype, more, None, size, size, score_error=error, sum_error=self._sum_error("lse")
+            )
         return {"out": out, "lse": lse, **results, **self._caches()}
 
     def _sum_error(self, name: str) -> float:
@@ -203,6 +213,10 @@ class _Solution:
         self.sums["out"].add_rows(q_rows, results.out)
         for total, part in zip(self.slack, results.slack or (), strict=False):
             total[q_rows] = part.transpose(0, 1)
+        if self.tangents:
+            moved = tangents(sequence, results, self._tangents(batch, q_rows, k_rows, shape))
+            self.sums["tout"].add_rows(q_rows, moved.out)
+            self.tlse[q_rows], self.tlse_size[q_rows] = moved.lse.T, moved.size.T
         for name, block in (backward(sequence, results) if self.case.differentiates else {}).items():
             if name not in self.sums:
                 continue  # constants have no gradient
@@ -227,6 +241,18 @@ class _Solution:
         else:
             return x
         return x if scale is None else x * scale[..., None]
+
+    def _tangents(self, batch: int, q_rows: Tensor, k_rows: Tensor, shape: tuple[int, int, int]) -> InputTangents:
+        t, rows = self.tangents, {"q": q_rows, "k": k_rows, "v": k_rows}
+        tokens = {name: self._packed(t[name], name)[rows[name]].transpose(0, 1) for name in rows if name in t}
+        slopes = t.get("alibi_slopes")
+        return InputTangents(
+            **{name: tokens.get(name) for name in rows},
+            bias=self._local(t.get("bias"), batch, shape),
+            alibi_slopes=slopes[batch] if slopes is not None and slopes.ndim == 2 else slopes,
+            sinks=t.get("sinks"),
+            score_tensors=tuple(t.get(f"score_mod_{n}") for n in range(len(self.score_tensors))),
+        )
 
     def _mask(self, batch: int, shape: tuple[int, int, int]) -> Tensor | None:
         """The caller's mask, without padded keys. A mask function is called for all pairs."""

@@ -265,7 +265,7 @@ class BackwardKernel(Kernel):
         code, w = self.code, self.w
         with code.loop(0, count * self.panel.rows, code.lanes) as n:
             w.keep.store(code.full(1.0), n)
-        apply_dropout(self, code.index(0), w.keep, first, count)
+        apply_dropout(self, code.index(0), (w.keep,), first, count)
 
     def softmax_of_block(self, first: Value, count: Value, edge: Value) -> None:
         self.with_and_without_window(edge, lambda edge: self.call("softmax_backward", first, count, edge=edge))

@@ -4,6 +4,8 @@ A task has a few panels of query rows and loops over the key blocks. Each panel 
 its scores, updates the online softmax and adds the values, while the block is in the first-level cache.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from ....expression.blocks import HIDDEN
@@ -14,12 +16,12 @@ from .blocks import narrow_bounds, panels_see, visible_keys
 from .codegen import Code, Source
 from .combine import combine_splits
 from .kernel import Kernel, kernel_source, store_rows
-from .keys import KeyBlock, head_scale, load_keys, load_scales
+from .keys import KeyBlock, head_scale, key_blocks, load_keys, load_scales
 from .masking import Window, in_mask, mask_fill
 from .operands import Pointer, Value
 from .products import Panel, declare_scores, declare_values, score_product, value_product
 from .rng import apply_dropout
-from .scores import final_score
+from .scores import FinalScore, ScoreTables, final_score
 from .softmax import exponentiate, finalize, initialize, normalize, rescale
 from .sums import carry, carry_due, needs_totals
 from .tiles import fill_row_tables, find_task, load_transposed, num_valid_rows, rows_in_use, store_transposed
@@ -37,6 +39,11 @@ class ForwardKernel(Kernel):
 
     SIZES = ("panels", "head_dim", "head_dim_v")
     SHARED = ("clear_totals", "carry", "softmax", "epilogue", "combine")
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """The tensors of keys that a block loads."""
+        return ("k", "v")
 
     def buffers(self, *sizes: Any) -> Layout:
         return forward_layout(self.panel.rows, *sizes)
@@ -72,10 +79,10 @@ class ForwardKernel(Kernel):
         with code.loop(lo.get() // BLOCK_N * BLOCK_N, hi.get(), BLOCK_N) as block:
             first, last = code.maximum(block, lo.get()), code.minimum(block + BLOCK_N, hi.get())
             with code.if_then(first < last), code.if_then(panels_see(self, panels, first)):
-                k, v = (self.load_keys(side, first, last) for side in ("k", "v"))
+                keys = [x for side in self.sides for x in self.load_keys(side, first, last)]
                 self.load_scales(block, first, last)
                 with code.loop(0, panels) as p:
-                    self.call("visit_block", p, first, last, *k, *v)
+                    self.call("visit_block", p, first, last, *keys)
             with code.if_then(many_keys & carry_due(block)), code.loop(0, panels) as p:
                 self.call("carry", p, last=False)
         with code.loop(0, panels) as p:
@@ -115,7 +122,11 @@ class ForwardKernel(Kernel):
             alpha.store(rescale(code, total_m.vector(), m.vector(), self.variant.to_exp2))
             total_m.store(m.vector())
             carry(code, w.l, w.total_l, row, last, alpha.vector())
-        self.carry_output(p, last)
+        self.carry_output(p, w.out, w.total_out, last)
+
+    def carry_output(self, p: Value, recent: Pointer, total: Pointer, last: bool) -> None:
+        with self.accumulators(p) as (at, of_rows):
+            carry(self.code, recent, total, at, last, of_rows(self.w.alpha))
 
     # Overridden by other accumulators and by decoding -----------------------------------------------------------------
 
@@ -160,23 +171,26 @@ class ForwardKernel(Kernel):
 
     def value_product(self, p: Value, v: KeyBlock, count: Value) -> None:
         """Scale the accumulators by `alpha`, and add the block's probabilities times its values."""
-        w, width = self.w, self.a.integer("head_dim_v")
-        out = w.out + self.output_place(p)[0]
-        args = (w.scores, v.first, v.stride, count, out, width, w.alpha)
+        self.add_values(p, self.w.scores, v, count, self.w.out, self.w.alpha)
+
+    def add_values(self, p: Value, weights: Pointer, v: KeyBlock, count: Value, sums: Pointer, alpha: Pointer) -> None:
+        """Scale the accumulators `sums` by `alpha`, and add the weights `[count, panel]` times a block's values."""
+        out, width = sums + self.output_place(p)[0], self.a.integer("head_dim_v")
+        args = (weights, v.first, v.stride, count, out, width, alpha)
         self.with_narrow_panels(p, lambda panel: value_product(self.code, panel, *args))
 
-    def carry_output(self, p: Value, last: bool) -> None:
-        code, w, width = self.code, self.w, self.a.integer("head_dim_v")
+    @contextmanager
+    def accumulators(self, p: Value) -> Iterator[tuple[Value, Callable[[Pointer], Value]]]:
+        """Loop over the vectors of a panel's accumulators: the place of each, and a function that loads the values of
+        its rows from a table of the panel.
+        """
         first = self.output_place(p)[0]
-        with self.columns(p) as column:
-            factor = w.alpha.vector(column)
-            with code.loop(0, width) as d:
-                at = d * self.panel.rows + column
-                carry(code, w.out + first, w.total_out + first, at, last, factor)
+        with self.columns(p) as column, self.code.loop(0, self.a.integer("head_dim_v")) as d:
+            yield first + d * self.panel.rows + column, lambda table: table.vector(column)
 
-    def store_output(self, p: Value, dtype: str, to: Pointer, row_offsets: Pointer) -> None:
+    def store_output(self, p: Value, sums: Pointer, dtype: str, to: Pointer, row_offsets: Pointer) -> None:
         code, w, panel, width = self.code, self.w, self.panel, self.a.integer("head_dim_v")
-        out = w.out + self.output_place(p)[0]
+        out = sums + self.output_place(p)[0]
         with self.columns(p) as column:
             lse, inverse = w.l.vector(p * panel.rows + column), w.alpha.vector(column)
             with code.loop(0, width) as d:
@@ -186,10 +200,8 @@ class ForwardKernel(Kernel):
 
     # Shared with the decode variant -----------------------------------------------------------------------------------
 
-    def visit_block(
-        self, p: Value, block_first: Value, block_last: Value, k: Pointer, k_stride: Value, v: Pointer, v_stride: Value
-    ) -> None:
-        """Process the keys of a block that any row of a panel sees."""
+    def visit_block(self, p: Value, block_first: Value, block_last: Value, *keys: Any) -> None:
+        """Process the keys of a block that any row of a panel sees; `keys` are the fields of a `KeyBlock` a side."""
         code, w = self.code, self.w
         lo, full_lo, full_hi, hi = (w.bounds[p * 4 + n] for n in range(4))
         visible = visible_keys(self, p, block_first, block_last)
@@ -200,8 +212,8 @@ class ForwardKernel(Kernel):
             state = self.load_mask_and_bias(p, first, count, visible.state)
             with code.if_then(state > HIDDEN):
                 edge = (first < full_lo) | (last > full_hi)
-                keys = (KeyBlock(x + stride * skipped, stride) for x, stride in ((k, k_stride), (v, v_stride)))
-                self.process_block(p, first, count, BlockKind(edge, state), *keys)
+                seen = [KeyBlock(x.first + x.stride * skipped, x.stride) for x in key_blocks(keys)]
+                self.process_block(p, first, count, BlockKind(edge, state), *seen)
 
     def process_block(self, p: Value, first: Value, count: Value, kind: BlockKind, k: KeyBlock, v: KeyBlock) -> None:
         w, panel = self.w, self.panel
@@ -235,7 +247,7 @@ class ForwardKernel(Kernel):
             l.store(code.multiply_add(l.vector(), alpha.vector(), total))
 
     def dropout(self, p: Value, first: Value, count: Value) -> None:
-        apply_dropout(self, p, self.w.scores, first, count)
+        apply_dropout(self, p, (self.w.scores,), first, count)
 
     def finish_scores(self, p: Value, first: Value, count: Value, edge: Value) -> None:
         if self.variant.modifies_scores:
@@ -246,54 +258,74 @@ class ForwardKernel(Kernel):
 
     def modify_scores(self, p: Value, first: Value, count: Value, edge: bool) -> None:
         """Apply the score features and masks to a block's scores, in place, and recompute their maximum."""
-        code, a, w, pitch, variant = self.code, self.a, self.w, self.panel.rows, self.variant
+        code, w, pitch, variant = self.code, self.w, self.panel.rows, self.variant
         with self.columns(p) as column:
             row = p * pitch + column
             tables, window = self.score_tables(row), Window.of_rows(w, row) if edge else None
             largest, scales = code.variable(w.m.vector(row)), w.k_scales + first % BLOCK_N
             with code.loop(0, count) as j:
                 key, at = first + j, j * pitch + column
-                product = w.scores.vector(at)
-                if variant.k_scales == "key":
-                    product = product * scales[j]
-                s, _, _, visible = final_score(code, a, variant, tables, product, w.bias + at, key)
-                if visible is not None:
-                    s = mask_fill(code, s, visible)
+                final = self.final_score(tables, row, at, key, scales[j] if variant.k_scales == "key" else None)
+                visible = [] if final.visible is None else [final.visible]
                 if window is not None:
-                    s = mask_fill(code, s, window.has(key))
+                    visible.append(window.has(key))
                 if variant.mask:
-                    s = mask_fill(code, s, in_mask(w.mask, at))
-                largest.set(code.maximum(s, largest.get()))
-                w.scores.store(s, at)
+                    visible.append(in_mask(w.mask, at))
+                largest.set(code.maximum(self.store_score(at, final, visible), largest.get()))
             w.new_m.store(largest.get(), column)
+
+    def final_score(self, tables: ScoreTables, row: Value, at: Value, key: Value, scale: Value | None) -> FinalScore:
+        """The final scores of a vector of rows from `row` on with a key, whose products are at `at`, and its scale."""
+        w = self.w
+        product = w.scores.vector(at) if scale is None else w.scores.vector(at) * scale
+        return final_score(self.code, self.a, self.variant, tables, product, w.bias + at, key)
+
+    def store_score(self, at: Value, final: FinalScore, visible: list[Value]) -> Value:
+        """Store and return scores, -inf where any of the conditions is false."""
+        s = final.score
+        for shown in visible:
+            s = mask_fill(self.code, s, shown)
+        self.w.scores.store(s, at)
+        return s
 
     def epilogue(self, p: Value) -> None:
         """Normalize and store a panel's output and log-sum-exp. A split stores its own to the partial results."""
-        code, a, w, panel, task = self.code, self.a, self.w, self.panel, self.task
-        rows = p * panel.rows
-        l, lse_offsets, out_offsets = w.l + rows, w.lse_offsets + rows, w.out_offsets + rows  # noqa: E741
-        num_valid = num_valid_rows(code, panel, task, p)
-        residual = w.m + rows  # once the row is finished
+        self.finish_rows(p)
+        with self.code.if_else(self.a.integer("splits") > 1) as (split, single):
+            with split:
+                self.store_partial_results(p)
+            with single:
+                self.store_results(p)
+
+    def finish_rows(self, p: Value) -> None:
+        """From now on `l` is the log-sum-exp, `m` its residual, and `alpha` the inverse of the denominator."""
+        w = self.w
         with self.columns(p) as column:
-            finalize(code, self.variant, residual + column, l + column, w.alpha + column)
+            row = p * self.panel.rows + column
+            finalize(self.code, self.variant, w.m + row, w.l + row, w.alpha + column)
             if self.variant.v_scales == "head":
                 inverse = w.alpha + column
-                inverse.store(inverse.vector() * head_scale(code, a, task, "v"))
-        with code.if_else(a.integer("splits") > 1) as (split, single):
-            with split:
-                before, partial_offsets = task.split * a.integer("seqlen_total"), w.q_offsets + rows  # free by now
-                with code.loop(0, num_valid) as r:
-                    at = before + lse_offsets[r]
-                    a.pointer("partial_lse")[at] = l[r]
-                    if self.variant.natural_units:
-                        a.pointer("partial_lse")[at + a.integer("splits") * a.integer("seqlen_total")] = residual[r]
-                    partial_offsets[r] = at * a.integer("head_dim_v")
-                self.store_output(p, self.variant.real_dtype, a.pointer("partial_out"), partial_offsets)
-            with single:
-                self.store_output(p, self.variant.dtype, a.pointer("out"), out_offsets)
-                store_rows(code, l, a.pointer("lse"), lse_offsets, num_valid)
-                if self.variant.natural_units:
-                    store_rows(code, residual, a.pointer("lse") + a.integer("residual"), lse_offsets, num_valid)
+                inverse.store(inverse.vector() * head_scale(self.code, self.a, self.task, "v"))
+
+    def store_partial_results(self, p: Value) -> None:
+        code, a, w, rows = self.code, self.a, self.w, p * self.panel.rows
+        before, partial_offsets = self.task.split * a.integer("seqlen_total"), w.q_offsets + rows  # free by now
+        with code.loop(0, num_valid_rows(code, self.panel, self.task, p)) as r:
+            at = before + w.lse_offsets[rows + r]
+            a.pointer("partial_lse")[at] = w.l[rows + r]
+            if self.variant.natural_units:
+                a.pointer("partial_lse")[at + a.integer("splits") * a.integer("seqlen_total")] = w.m[rows + r]
+            partial_offsets[r] = at * a.integer("head_dim_v")
+        self.store_output(p, w.out, self.variant.real_dtype, a.pointer("partial_out"), partial_offsets)
+
+    def store_results(self, p: Value) -> None:
+        code, a, w, rows = self.code, self.a, self.w, p * self.panel.rows
+        self.store_output(p, w.out, self.variant.dtype, a.pointer("out"), w.out_offsets + rows)
+        num_valid = num_valid_rows(code, self.panel, self.task, p)
+        store_rows(code, w.l + rows, a.pointer("lse"), w.lse_offsets + rows, num_valid)
+        if self.variant.natural_units:
+            residual = a.pointer("lse") + a.integer("residual")
+            store_rows(code, w.m + rows, residual, w.lse_offsets + rows, num_valid)
 
 
 def source(variant: Variant, target: Target, kernel_class: type[ForwardKernel] = ForwardKernel) -> Source:

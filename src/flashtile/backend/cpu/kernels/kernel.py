@@ -121,8 +121,8 @@ class Kernel:
                 yield row
 
     def load_mask_and_bias(self, p: Value, first: Value, count: Value, state: Value) -> Value:
-        """Load the block's bias and mask, transposed, into the workspace, as far as they are needed. `state` is that of
-        the block by the mask function; return that by the bool mask, too.
+        """Load the block's mask, bias and tangent of the bias, transposed, into the workspace, as far as needed.
+        `state` is that of the block by the mask function; return that by the bool mask, too.
         """
         code, a, w, panel, variant = self.code, self.a, self.w, self.panel, self.variant
         if variant.mask:
@@ -131,7 +131,11 @@ class Kernel:
             state = code.minimum(state, mask_state(code, a, offsets, num_valid, first, count))
         needed = state > HIDDEN
         partly = needed if variant.formula is not None else state.equals(PARTIAL)  # as `with_and_without_mask`
-        inputs = (("mask", "bool" if variant.mask else None, partly), ("bias", variant.bias, needed))
+        inputs = (
+            ("mask", "bool" if variant.mask else None, partly),
+            ("bias", variant.bias, needed),
+            ("dbias", variant.bias if "bias" in variant.tangents else None, needed),
+        )
         for name, dtype, condition in inputs:
             if dtype is None:
                 continue

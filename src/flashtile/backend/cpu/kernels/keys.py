@@ -1,7 +1,7 @@
 """Blocks of keys and values, where they lie in memory or copied to the workspace."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from ..variant import Variant
 from .codegen import Code
@@ -18,8 +18,13 @@ class KeyBlock(NamedTuple):
     stride: Value
 
 
+def key_blocks(fields: Sequence[Any]) -> list[KeyBlock]:
+    """Blocks from their fields in a row, as functions get them."""
+    return [KeyBlock(*fields[n : n + 2]) for n in range(0, len(fields), 2)]
+
+
 def key_offsets(code: Code, a: Arguments, task: Task, side: str) -> Callable[[Value], Value]:
-    """The offset of a row of k or v (`side`), in elements, by its number."""
+    """The offset of a row of k, v or their tangents (`side`), in elements, by its number."""
     table, page_size, step = a.pointer("page_table", LONG), a.integer("page_size"), a.integer(f"{side}_s")
     head_offset = task.kv_head * a.integer(f"{side}_h")
 
@@ -44,14 +49,14 @@ def load_keys(
     scratch: Pointer,
     dtype: str | None = None,
 ) -> KeyBlock:
-    """Rows `first` to `last`, exclusive, of k or v (`side`), in `dtype` or else as reals. No copy is made if they have
-    that dtype and one stride; otherwise, as at the border of two pages, they are copied to `scratch`.
+    """Rows `first` to `last`, exclusive, of k, v or their tangents (`side`), in `dtype` or else as reals. No copy is
+    made if they have that dtype and one stride; otherwise, as at the border of two pages, they are copied to `scratch`.
     """
     target_dtype = variant.real_dtype if dtype is None else dtype
     kind = STORAGE_TYPES[target_dtype]
     source, table = a.pointer(side, kind), a.pointer("page_table", LONG)
     page_size, step = a.integer("page_size"), a.integer(f"{side}_s")
-    width = a.integer("head_dim" if side == "k" else "head_dim_v")
+    width = a.integer("head_dim" if side in ("k", "dk") else "head_dim_v")
     offset, scratch = key_offsets(code, a, task, side), scratch.cast(kind)
 
     def copy() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from ..workspace import CACHE_LINE
 from .codegen import Code
-from .operands import ADDRESS, LONG, SIZES, Pointer, Value
+from .operands import ADDRESS, BIT, LONG, SIZES, Pointer, Value
 
 # Terms that a score's sum adds one by one. Where all terms are alike, the roundings of a longer sum point one way, and
 # those of forward and backward, whose orders differ, do not cancel.
@@ -62,12 +62,16 @@ def declare_scores(code: Code, panel: Panel) -> None:
     code.part(f"scores_{panel.vectors}", lambda code: emit_scores(code, Panel(code, panel.vectors)))
 
 
-def emit_scores(code: Code, widest: Panel) -> None:
+def declare_added_scores(code: Code, panel: Panel) -> None:
+    code.part(f"added_scores_{panel.vectors}", lambda code: emit_scores(code, Panel(code, panel.vectors), adds=True))
+
+
+def emit_scores(code: Code, widest: Panel, adds: bool = False) -> None:
     """`scores_R_V(k, stride, q, s, depth, m, last)`: `s[j] = sum_d k[j, d] q[d]` for R keys and V vectors of rows, and
-    `m` grows to their maximum.
+    `m` grows to their maximum. `added_scores_R_V` adds to `s` instead; its `m` is not used.
     """
     for panel, rows in itertools.product(widest.widths(), ACCUMULATOR_ROWS):
-        name = f"scores_{rows}_{panel.vectors}"
+        name = f"{'added_' if adds else ''}scores_{rows}_{panel.vectors}"
         for args in code.part_function(name, ADDRESS, LONG, ADDRESS, ADDRESS, LONG, ADDRESS, LONG):
             k, q, s, m = (code.pointer(args[n]) for n in (0, 2, 3, 5))
             stride, depth = args[1], args[4]
@@ -77,10 +81,11 @@ def emit_scores(code: Code, widest: Panel) -> None:
             with code.loop(0, depth, CACHE_LINE // SIZES[code.real_type]) as d:
                 for key in keys:  # of the next call
                     code.prefetch(key + stride * rows + d)
-            several = depth > FEATURES_OF_A_SUM
-            with code.if_then(several):
-                for s_j in scores:
-                    panel.store([code.full()] * panel.vectors, s_j)
+            several = code.constant(1, BIT) if adds else depth > FEATURES_OF_A_SUM
+            if not adds:
+                with code.if_then(several):
+                    for s_j in scores:
+                        panel.store([code.full()] * panel.vectors, s_j)
             first = code.variable(code.index(0))
             with code.loop_forever() as done:
                 last = code.minimum(first.get() + FEATURES_OF_A_SUM, depth)
@@ -105,7 +110,8 @@ def emit_scores(code: Code, widest: Panel) -> None:
                 final = [y.get() for y in sums]
                 panel.store(final, s_j)
                 largest = [code.maximum(x, y) for x, y in zip(final, largest, strict=True)]
-            panel.store(largest, m)
+            if not adds:
+                panel.store(largest, m)
 
 
 def declare_values(code: Code, panel: Panel) -> None:
@@ -212,6 +218,18 @@ def score_product(
 
     def body(j: Value, rows: int, last: Value) -> None:
         code.call(f"scores_{rows}_{panel.vectors}", k + stride * j, stride, q, s + j * panel.rows, depth, m, last)
+
+    accumulator_loop(code, count, body)
+
+
+def add_score_product(
+    code: Code, panel: Panel, k: Pointer, stride: Value, count: Value, q: Pointer, depth: Value, s: Pointer
+) -> None:
+    """Add the products of `count` keys to `s [count, panel]`."""
+
+    def body(j: Value, rows: int, last: Value) -> None:
+        args = (k + stride * j, stride, q, s + j * panel.rows, depth, s, last)
+        code.call(f"added_scores_{rows}_{panel.vectors}", *args)
 
     accumulator_loop(code, count, body)
 

@@ -2,6 +2,8 @@
 SC 2011), for a vector of rows at a time. Eight keys share a counter, so any block of the mask can be computed alone.
 """
 
+from collections.abc import Sequence
+
 from ..workspace import DROPOUT_KEYS
 from .codegen import Code
 from .kernel import Kernel
@@ -30,9 +32,9 @@ def philox(code: Code, counter: list[Value], key: tuple[Value, Value]) -> list[V
     return [c0, c1, c2, c3]
 
 
-def apply_dropout(kernel: Kernel, p: Value, probabilities: Pointer, first: Value, count: Value) -> None:
-    """Multiply the probabilities `[count, panel]` of panel `p` and the keys from `first` on by `keep_scale`, or by 0 to
-    drop them.
+def apply_dropout(kernel: Kernel, p: Value, weights: Sequence[Pointer], first: Value, count: Value) -> None:
+    """Multiply the probabilities, and all other `weights [count, panel]` of panel `p` and the keys from `first` on, by
+    `keep_scale`, or by 0 to drop them.
 
     All eight keys of a counter are written, so up to seven rows before the first and after the last must be writable.
     """
@@ -50,5 +52,6 @@ def apply_dropout(kernel: Kernel, p: Value, probabilities: Pointer, first: Value
             words = philox(code, [c0, w.position.vector(row), w.sequence_head.vector(row), zero], key)
             for e in range(DROPOUT_KEYS):
                 half = (words[e // 2] >> (16 * (e % 2))) & 0xFFFF
-                at = probabilities + (j + e) * pitch + column
-                at.store(code.select(half >= threshold, at.vector() * keep_scale, 0.0))
+                for x in weights:
+                    at = x + (j + e) * pitch + column
+                    at.store(code.select(half >= threshold, at.vector() * keep_scale, 0.0))

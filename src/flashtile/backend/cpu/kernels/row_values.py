@@ -4,7 +4,8 @@ panel cost nothing then, and rows are stored as they are.
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from ..variant import Variant
 from ..workspace import CACHE_LINE
@@ -15,7 +16,6 @@ from .keys import KeyBlock
 from .operands import ADDRESS, LONG, Pointer, Value
 from .products import ACCUMULATOR_ROWS, Panel, accumulator_loop, declare_scores, row_numbers, strip_sizes, tiled_loop
 from .softmax import normalize
-from .sums import carry
 from .tiles import num_valid_rows
 
 
@@ -115,34 +115,29 @@ class RowValuesKernel(ForwardKernel):
         width = self.a.integer("head_dim_v")
         return p * self.panel.rows * width, self.num_valid(p) * width
 
-    def accumulators(self, p: Value) -> Pointer:
-        return self.w.out + self.output_place(p)[0]
-
     def num_valid(self, p: Value) -> Value:
         return num_valid_rows(self.code, self.panel, self.task, p)
 
-    def value_product(self, p: Value, v: KeyBlock, count: Value) -> None:
-        w, out, width = self.w, self.accumulators(p), self.a.integer("head_dim_v")
-        row_value_product(self.code, self.row_loop(p), w.scores, self.panel.rows, v, count, out, width, w.alpha)
+    def add_values(self, p: Value, weights: Pointer, v: KeyBlock, count: Value, sums: Pointer, alpha: Pointer) -> None:
+        out, width = sums + self.output_place(p)[0], self.a.integer("head_dim_v")
+        row_value_product(self.code, self.row_loop(p), weights, self.panel.rows, v, count, out, width, alpha)
 
     def row_loop(self, p: Value) -> Callable[[Callable[[Value, int, Value], None]], None]:
         """The loop over the microkernels of a panel's rows."""
         return functools.partial(accumulator_loop, self.code, self.num_valid(p))
 
-    def carry_output(self, p: Value, last: bool) -> None:
-        code, w, width = self.code, self.w, self.a.integer("head_dim_v")
-        first = p * self.panel.rows * width
-        with code.loop(0, self.num_valid(p)) as r:
-            factor = w.alpha[r]
-            with code.loop(0, width, code.lanes) as d:
-                carry(code, w.out + first, w.total_out + first, r * width + d, last, factor)
+    @contextmanager
+    def accumulators(self, p: Value) -> Iterator[tuple[Value, Callable[[Pointer], Value]]]:
+        first, width = self.output_place(p)[0], self.a.integer("head_dim_v")
+        with self.code.loop(0, self.num_valid(p)) as r, self.code.loop(0, width, self.code.lanes) as d:
+            yield first + r * width + d, lambda table: table[r]
 
-    def store_output(self, p: Value, dtype: str, to: Pointer, row_offsets: Pointer) -> None:
+    def store_output(self, p: Value, sums: Pointer, dtype: str, to: Pointer, row_offsets: Pointer) -> None:
         code, w, lse = self.code, self.w, self.w.l + p * self.panel.rows
         store_row_vectors(
             code,
             self.num_valid(p),
-            self.accumulators(p),
+            sums + self.output_place(p)[0],
             self.a.integer("head_dim_v"),
             dtype,
             to,

@@ -9,7 +9,7 @@ scores.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..variant import Variant
+from ..variant import CAPTURED, Variant
 from .codegen import Code
 from .elementary import tanh
 from .fields import Arguments
@@ -25,34 +25,62 @@ class ScoreTables(NamedTuple):
     functions: StagedCode | None  # score_mod and mask function
 
 
+class ScoreTangents(NamedTuple):
+    """Tangents of the score features' inputs, for a vector of rows with a key. All are in the units of scores."""
+
+    product: Value
+    bias: Value | None = None
+    slopes: Value | None = None
+
+
 class FinalScore(NamedTuple):
-    """A vector of final scores, and the value that their gradient needs."""
+    """A vector of final scores, and the values that their gradient needs."""
 
     score: Value
     tanh_s: Value | None  # tanh(s / softcap)
     formula: Sequence[Any]  # results of the score_mod
     visible: Value | None  # by the mask function
+    tangent: Value | None  # of the score
 
 
 def final_score(
-    code: Code, a: Arguments, variant: Variant, t: ScoreTables, s: Value, bias: Pointer, j: Value
+    code: Code,
+    a: Arguments,
+    variant: Variant,
+    t: ScoreTables,
+    s: Value,
+    bias: Pointer,
+    j: Value,
+    tangents: ScoreTangents | None = None,
 ) -> FinalScore:
     """The final scores of a vector of rows with key `j`, whose biases are at `bias`."""
-    tanh_s = None
+    tanh_s, ds = None, None if tangents is None else tangents.product
     if variant.softcap:
         tanh_s = tanh(code, s)
         s = tanh_s * a.real("softcap_scale")
+        ds = None if ds is None else ds * ((1.0 - tanh_s * tanh_s) * a.real("softcap_scale"))
     if variant.bias is not None:
         s = s + bias.vector()
+        ds = added(ds, None if tangents is None else tangents.bias)
     if "slopes" in t.terms:
-        s = s - t.terms["slopes"] * distance(code, t, j)
+        away = distance(code, t, j)
+        s = s - t.terms["slopes"] * away
+        if tangents is not None and tangents.slopes is not None:
+            ds = added(ds, tangents.slopes * (0 - away))
     formula, visible = (
         [] if t.functions is None else t.functions.at_key(code.convert(j + a.integer("j0"), INT), s),
         None,
     )
     if variant.mask_mod is not None:
         visible = code.splat(formula.pop())
-    return FinalScore(formula[0] if formula else s, tanh_s, formula, visible)
+    if formula and ds is not None:
+        ds = ds * formula[1]
+        ds = ds + formula[2] if CAPTURED in variant.tangents else ds
+    return FinalScore(formula[0] if formula else s, tanh_s, formula, visible, ds)
+
+
+def added(x: Value | None, y: Value | None) -> Value | None:
+    return x if x is None or y is None else x + y
 
 
 def product_gradient(final: FinalScore, ds: Value) -> Value:

@@ -46,6 +46,42 @@ def forward(problem: Problem, device: Device) -> Iterator[tuple[TileConfig, int]
         yield plain._replace(forward=tile, given_splits=row.forward), 1
 
 
+def tangents(problem: Problem, device: Device) -> Iterator[TileConfig]:
+    """Tiles of forward with tangents, which has two accumulators and twice the keys and values in memory."""
+    p, row = problem, row_of(problem, device)
+    plain = TileConfig(row.forward, row.dkdv, row.dq)
+    if device.type == "cpu":
+        yield plain._replace(tangents=row.forward)
+        return
+    for tile in tangent_tiles(p, device):
+        yield plain._replace(tangents=tile)
+
+
+def tangent_tiles(problem: Problem, device: Device) -> tuple[KernelConfig, ...]:
+    """The tiles of a width that a chip has the shared memory for; with a feature of each pair, of fewer keys."""
+    p = problem
+    most = tables.MOST_TANGENTS if has_most(p.dtype, device) else tables.HALF_TANGENTS
+    found = fitting(tables.SINGLE_TANGENTS if p.dtype is torch.float32 else most, p)
+    if misaligned(p, device):
+        found = tuple(x._replace(block_m=32, num_warps=4) for x in found)
+    if needs_room(p, device):
+        found = tuple(x._replace(block_n=max(16, x.block_n // 2)) for x in found)
+    tiles = dict.fromkeys(tangents_within_memory(x, p, device) for x in found)
+    return tuple(tiles)
+
+
+def tangents_within_memory(tile: KernelConfig, problem: Problem, device: Device) -> KernelConfig:
+    """The tile, or with fewer stages, keys and then rows one that a chip has the shared memory for."""
+    sides = (("num_stages", 1), ("block_n", 16), ("block_m", 16))
+    while not fits(problem, device, tile, "tangents"):
+        side = next((name for name, least in sides if getattr(tile, name) > least), None)
+        if side is None:
+            break
+        least = dict(sides)[side]
+        tile = tile._replace(**{side: max(least, getattr(tile, side) // 2)})
+    return tile
+
+
 def forward_tiles(tile: KernelConfig, problem: Problem, device: Device) -> tuple[KernelConfig, ...]:
     """The tile that serves all features; of plain calls the tiles that were measured, where there are any."""
     p = problem

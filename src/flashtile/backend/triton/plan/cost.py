@@ -2,6 +2,7 @@
 
 import torch
 
+from ....call.call import Needs
 from ....call.device import Device
 from ....call.problem import Problem, power_of_two
 from ...gpu import waves
@@ -31,6 +32,7 @@ def programs_of_core(problem: Problem, device: Device, tile: KernelConfig, kerne
     width, width_v = padded(p.head_dim), padded(p.head_dim_v)
     held = {  # numbers of a program
         "forward": pairs + tile.block_m * width_v,
+        "tangents": 2 * pairs + 2 * tile.block_m * width_v,
         "dkdv": 2 * pairs + tile.block_n * (width + width_v),
         "dq": 2 * pairs + tile.block_m * width,
     }.get(kernel, 2 * pairs + tile.block_m * width + tile.block_n * (width + width_v))
@@ -43,6 +45,9 @@ def programs_of_core(problem: Problem, device: Device, tile: KernelConfig, kerne
 def shared_bytes(problem: Problem, tile: KernelConfig, kernel: str) -> int:
     """Shared memory of a program: about what Triton takes, and what a kernel of `kernels.mma` allocates."""
     p = problem
+    if kernel == "tangents":
+        loaded = 2 * max(tile.num_stages - 1, 1) * tile.block_n * (p.head_dim + p.head_dim_v)
+        return (loaded + 2 * tile.block_m * (p.head_dim + tile.block_n)) * p.dtype.itemsize
     if not tile.mma:
         loaded = max(tile.num_stages - 1, 1) * tile.block_n * (p.head_dim + p.head_dim_v)
         loaded *= p.dtype.itemsize if p.eight_bit is None else 1
@@ -103,6 +108,20 @@ def forward(problem: Problem, device: Device, config: TileConfig, splits: int = 
         counts["merge triton byte"] += splits * batch * p.num_heads_q * rows * p.head_dim_v * 8
     add(counts, "forward", p, device, tile, shared(head, splits), heads)
     return Cost(counts, {"byte": rows_bytes(p)})
+
+
+def tangents(problem: Problem, device: Device, config: TileConfig, moves: Needs) -> Cost:
+    """Forward's work by the rates of its tiles, times the products: these rates are derived, not measured."""
+    p, (batch, rows, keys), tile = problem, problem.counts, config.tangents
+    assert tile is not None
+    head = listed(waves.row_tiles(p.window, rows, keys, tile.block_m, tile.block_n), p)
+    counts, times = Counts(), (2 + moves.q + moves.k + moves.changes_scores + moves.v) / 2
+    work = busiest(head, batch * p.num_heads_q, device.cores, programs_of_core(p, device, tile, "tangents"))
+    add_work(counts, "triton forward", name_of("forward", p, tile), work, tile, p)
+    scaled = Counts()
+    scaled.update({name: times * n for name, n in counts.items()})
+    scaled["launch triton"] += 1
+    return Cost(scaled, {"byte": times * rows_bytes(p)})
 
 
 def listed(head: Head, problem: Problem) -> Head:

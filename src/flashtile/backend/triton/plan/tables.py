@@ -89,6 +89,19 @@ MMA_ONE_LOOP = tuple(
 # Of rows that were split ahead into bfloat16 parts, up to 64 features.
 SPLIT_DKDV = KernelConfig(64, 64, 4, 1, precision="bf16x6")
 SPLIT_DQ = (KernelConfig(128, 64, 8, 2, precision="bf16x6"), KernelConfig(64, 64, 4, 1, precision="bf16x6"))
+# Forward with tangents, chosen by ptxas: up to 256 features these spill at most 4 bytes a thread for sm_90 and sm_80.
+# On chips with the most shared memory, on others, and for float32.
+MOST_TANGENTS = (
+    (64, KernelConfig(64, 64, 4, 2)), (64, KernelConfig(128, 64, 8, 2)),
+    (128, KernelConfig(128, 32, 8, 3)),
+    (256, KernelConfig(32, 32, 8, 2)), (512, KernelConfig(16, 16, 8, 1)),
+)  # fmt: skip
+HALF_TANGENTS = (
+    (64, KernelConfig(128, 32, 8, 2)), (64, KernelConfig(64, 32, 4, 2)),
+    (128, KernelConfig(64, 32, 8, 2)),
+    (256, KernelConfig(32, 32, 8, 2)), (512, KernelConfig(16, 16, 8, 1)),
+)  # fmt: skip
+SINGLE_TANGENTS = ((64, KernelConfig(32, 16, 8, 1)), (512, KernelConfig(16, 16, 8, 1)))
 TF32_DKDV = KernelConfig(64, 32, 4, 1, precision="tf32x3")  # for one product
 BIASED = WidthConfigs(  # calls of 16-bit numbers with a bias for each pair
     32, KernelConfig(64, 64, 4, 3), KernelConfig(32, 128, 4, 3), KernelConfig(128, 32, 4, 3)

@@ -1,0 +1,109 @@
+"""The launch of a forward pass with tangents."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....call.call import Call, Needs, Tangents, Tensors, lse_shape, new_rows, row_stats_shape, split_row_stats
+from ....call.plan import Plan
+from ...gpu.block_lists import block_lists
+from ...gpu.captured import captured_pointers, captured_scalars
+from ...gpu.kernel import Kernel
+from ...gpu.pairs import ALIGN, pair_align, pair_scalars, pair_strides, with_contiguous_keys
+from ...gpu.replay import Recorder
+from ...replays import Results
+from ...scalars import lse_strides, rows_last, strides
+from ..constants import TangentConstants
+from ..tile_config import KernelConfig
+from . import KERNELS
+from . import arguments as args
+from .formulas import launch
+from .gradients import residual_of
+
+TANGENTS = Kernel(f"{KERNELS}.tangents", "tangents_kernel")
+
+
+def launch_tangents(recorder: Recorder, plan: Plan, call: Call, moves: Needs) -> Results:
+    """Record the pass; the recorder's inputs are the call's, then the tangents of inputs that move. Returns `out`,
+    `lse`, `dout` and `dlse`.
+    """
+    num_inputs = len(call.tensors.flat())
+    call = call._replace(tensors=Tensors.from_flat(recorder.inputs[:num_inputs]))
+    given = iter(recorder.inputs[num_inputs:])
+    tangents = Tangents.from_flat([next(given) if moving else None for moving in moves.flat()])
+    call = with_contiguous_keys(recorder, call)
+    t, config = call.tensors, plan.tile.tangents
+    q, k, v = (recorder.op(rows_last, x) for x in t[:3])
+    dq, dk, dv, dbias = (None if x is None else recorder.op(rows_last, x) for x in tangents[:4])
+    row_stats = args.new_result(recorder, call, q.new_empty(row_stats_shape(call), dtype=torch.float32), -torch.inf)
+    lse = split_row_stats(q, row_stats)[0]
+    dlse = args.new_result(recorder, call, q.new_empty(lse_shape(q), dtype=torch.float32), 0)
+    out, dout = (args.new_result(recorder, call, new_rows(t.q, q.shape[1], v.shape[-1], q.dtype), 0) for _ in range(2))
+    align = args.alignment([x for x in (q, k, v, out, dout, dq, dk, dv) if x is not None])
+    tiles = args.num_tiles(call, config.block_m)
+    lists, list_strides = block_lists(recorder, call, config.block_m, config.block_n, None)
+    captured = [x for x in tangents.score_mod_tensors if x is not None]
+    every = (*t.score_mod_tensors, *captured)
+    results = {
+        "out": out, "lse": row_stats, "dout": dout, "dlse": dlse,
+        "residual": recorder.op(residual_of, row_stats) if call.keeps_residual else None,
+    }  # fmt: skip
+    moving: dict[str, Tensor | None] = {"dq": dq, "dk": dk, "dv": dv, "dbias": dbias, "dsinks": tangents.sinks}
+    moving["dslopes"] = None if tangents.alibi_slopes is None else recorder.contiguous(tangents.alibi_slopes)
+    paged = t.page_table is not None
+    launch(
+        recorder,
+        call,
+        TANGENTS,
+        args.pointers(recorder, call, q, k, v)
+        | results
+        | moving
+        | {"sinks": t.sinks}
+        | lists
+        | captured_pointers(every),
+        tiles * q.shape[1] * args.dense_batch(q),
+        {
+            **args.shared_scalars(call, q, k, v, align),
+            **captured_scalars(every),
+            **pair_units(call, dbias),
+            **(strides("dq", dq, align) if dq is not None else absent("dq", "bhm")),
+            **(strides("dk", dk, align, keys=True, paged=paged) if dk is not None else absent("dk", "bhn")),
+            **(strides("dv", dv, align, keys=True, paged=paged) if dv is not None else absent("dv", "bhn")),
+            **strides("out", out, align),
+            **strides("dout", dout, align),
+            **list_strides,
+            **lse_strides(lse),
+            "stride_dslopes_b": None if (x := tangents.alibi_slopes) is None else x.shape[1] if x.dim() == 2 else 0,
+            **constants(call, config, align, moves),
+            "num_tiles": tiles,
+        },
+        tangents=captured,
+        partial=True,
+        along=tuple(n for n, x in enumerate(tangents.score_mod_tensors) if x is not None),
+    )
+    return out, row_stats, dout, dlse
+
+
+def absent(name: str, dimensions: str) -> dict[str, None]:
+    return dict.fromkeys(f"stride_{name}_{dim}" for dim in dimensions)
+
+
+def pair_units(call: Call, dbias: Tensor | None) -> dict[str, Any]:
+    """The strides of bias, its tangent and mask, in the unit of all of them."""
+    t = call.tensors
+    units = [pair_align(t)] + ([] if dbias is None else [pair_align(t._replace(bias=dbias))])
+    unit = ALIGN if min(units) == ALIGN else 1
+    return {**pair_scalars(t, unit), **pair_strides("dbias", dbias, unit)}
+
+
+def constants(call: Call, config: KernelConfig, align: int, moves: Needs) -> dict[str, Any]:
+    """As `arguments.constants`, and what moves."""
+    found = args.constants(call, config, align)
+    compiled = TangentConstants(
+        **vars(found["CONFIG"]),
+        PRODUCTS_MOVE=moves.q or moves.k,
+        SCORES_MOVE=moves.changes_scores,
+        CAPTURED_MOVE=any(moves.score_mod_tensors),
+    )
+    return found | {"CONFIG": compiled}

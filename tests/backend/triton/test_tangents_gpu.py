@@ -1,0 +1,148 @@
+"""Forward mode on a GPU: `pytest -m gpu tests/backend/triton/test_tangents_gpu.py`."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from infinite import infinite_case
+from variants import VARIANTS
+
+import flashtile
+from flashtile.backend.triton.plan import candidates
+from flashtile.backend.triton.tile_config import KernelConfig
+from flashtile.bench.allocation import live_and_peak_bytes
+from flashtile.dispatch import fast_path
+from flashtile.testing.case import Case
+from flashtile.testing.generate import random_case
+from flashtile.testing.moving import moving
+from flashtile.testing.oracle import solve
+from flashtile.testing.poison import poisoned_allocation
+from flashtile.testing.tolerance import compare
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+PROBLEMS = 4  # of each variant
+TILES = [
+    KernelConfig(*tile)
+    for tile in ((64, 64, 4, 2), (128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 8, 2), (64, 32, 4, 2), (32, 32, 8, 2))
+]
+Tensors = tuple[torch.Tensor, ...]
+
+
+def failures(case: Case, backend: str = "triton") -> list[str]:
+    with poisoned_allocation(), flashtile.calls() as counts:
+        results = {key: x.cpu() for key, x in case.run(backend).items()}
+    assert [(row.direction, row.backend) for row in counts.rows] == [("tangents", "triton")], str(counts)
+    return [f"{case.description}\n  {x}" for x in compare(results, case, solve(case)) if not x.ok]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_are_within_the_bound(name: str) -> None:
+    cases = [VARIANTS[name].case(seed, "cuda") for seed in range(PROBLEMS)]
+    assert not [x for case in cases for x in failures(moving(case))]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_problems_are_within_the_bound(seed: int) -> None:
+    function = ("attention", "attention_varlen")[seed % 2]
+    case = moving(random_case(seed, device="cuda", dtypes=(torch.bfloat16, torch.float16), function=function))
+    with flashtile.calls() as counts:
+        results = {key: x.cpu() for key, x in case.run().items()}
+    assert len(counts.rows) == 1, str(counts)
+    wrong = [str(x) for x in compare(results, case, solve(case)) if not x.ok]
+    assert not wrong, "\n".join([case.description, *wrong])
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_every_tile(tile: KernelConfig, head_dim: int) -> None:
+    """Odd sizes, groups, and rows of many blocks."""
+    q, k, v = made(1, 4, 700, 1111, head_dim, heads_kv=2)
+    case = moving(Case("attention", {"q": q, "k": k, "v": v, "causal": True}, forward_only=True))
+    fast_path.forget()
+    with mock.patch.object(candidates, "tangent_tiles", return_value=(tile,)):
+        try:
+            assert not failures(case)
+        except Exception as error:  # a tile that is too large for the chip's memory
+            if "out of resource" not in str(error):
+                raise
+            pytest.skip(str(error))
+        finally:
+            fast_path.forget()
+
+
+@pytest.mark.parametrize("names", [("q",), ("k",), ("v",), ("q", "k"), ("q", "v")])
+def test_some_inputs_move(names: tuple[str, ...]) -> None:
+    q, k, v = made(2, 4, 333, 257, 64)
+    case = Case("attention", {"q": q, "k": k, "v": v, "causal": "top_left"}, forward_only=True)
+    assert not failures(moving(case, names))
+
+
+def test_long_rows() -> None:
+    q, k, v = made(1, 1, 64, 2**17, 64)
+    assert not failures(moving(Case("attention", {"q": q, "k": k, "v": v}, forward_only=True)))
+
+
+@pytest.mark.parametrize("seqlen_k", [1, 64, 130])
+def test_rows_of_nan_and_infinities(seqlen_k: int) -> None:
+    """What forward alone gives, in `out` and `lse`."""
+    case = infinite_case(seqlen_k, None, "cuda")
+    expected, found = case.run("triton"), moving(case).run("triton")
+    for name in ("out", "lse"):
+        torch.testing.assert_close(found[name], expected[name], equal_nan=True, atol=2e-2, rtol=2e-2)
+
+
+def made(batch: int, heads: int, rows: int, keys: int, head_dim: int, heads_kv: int | None = None) -> Tensors:
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = (batch, heads, rows, head_dim), *[(batch, heads_kv or heads, keys, head_dim)] * 2
+    return tuple(torch.randn(x, device="cuda", dtype=torch.bfloat16, generator=generator) for x in shapes)
+
+
+def along(*tensors: torch.Tensor, **options: Any) -> Any:
+    return torch.func.jvp(lambda *x: flashtile.attention(*x, **options), tensors, tensors)
+
+
+def test_memory_is_linear() -> None:
+    """Results alone: out, lse and their tangents, and no copy of an input."""
+    q, k, v = made(1, 8, 16384, 16384, 64)
+    left, peak = live_and_peak_bytes(lambda: along(q, k, v, causal=True), q.device)
+    assert left <= 2.2 * q.numel() * 2
+    assert peak - left <= 2**20 * 4
+
+
+def test_a_captured_graph_repeats_it() -> None:
+    q, k, v = made(2, 4, 512, 512, 64)
+    expected = along(q, k, v)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = along(q, k, v)
+    graph.replay()
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_backward_through_the_results_is_one_pass_of_a_kernel() -> None:
+    """MeanFlow's loss, whose tangent is a constant."""
+    q, k, v = made(2, 4, 512, 512, 64)
+    leaf = q.clone().requires_grad_()
+    with flashtile.calls() as counts:
+        out, dout = torch.func.jvp(lambda q: flashtile.attention(q, k, v), (leaf,), (q,))[:2]
+        (out - dout.detach()).square().sum().backward()
+    assert [row.direction for row in counts.rows] == ["tangents", "backward"]
+    assert all(row.backend in ("triton", "hopper") and row.calls == 1 for row in counts.rows)
+
+
+def test_repeats_are_bitwise_equal() -> None:
+    q, k, v = made(2, 4, 700, 700, 64)
+    first = along(q, k, v, causal=True)
+    for _ in range(20):
+        assert all(torch.equal(x, y) for x, y in zip(along(q, k, v, causal=True), first, strict=True))
+
+
+def test_autocast_and_checkpoint() -> None:
+    q, k, v = (x.float() for x in made(1, 2, 130, 130, 64))
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        out, dout = along(q, k, v)
+    assert out.dtype is dout.dtype is torch.bfloat16
+    expected = along(*(x.bfloat16() for x in (q, k, v)))
+    assert torch.equal(out, expected[0])
+    assert torch.equal(dout, expected[1])

@@ -1,0 +1,77 @@
+"""The forward kernel with tangents in Triton's interpreter, against the fp64 oracle (see `test_interpreted.py`)."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from checking import dense_case, features
+from packing import packed_case
+from variants import VARIANTS
+
+import flashtile
+from flashtile.testing.case import Case
+from flashtile.testing.generate import random_case
+from flashtile.testing.moving import moving
+from flashtile.testing.oracle import solve
+from flashtile.testing.poison import poisoned_allocation
+from flashtile.testing.tolerance import compare
+
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of infinities that the contract allows
+]
+LENGTHS = (1, 15, 17, 33)
+CHOSEN = (
+    "hdim 64 causal", "hdim 96", "fp32", "fp32 everything", "top left", "window", "softcap", "bias",
+    "bias of heads and keys", "mask", "slopes", "sinks", "dropout", "packed window", "packed everything", "paged",
+    "packed chunks, rows unused",
+)  # fmt: skip
+
+
+def assert_right(case: Case) -> None:
+    with poisoned_allocation(), flashtile.calls() as counts:
+        results = case.run("triton")
+    assert [(row.direction, row.backend) for row in counts.rows] == [("tangents", "triton")]
+    wrong = [str(x) for x in compare(results, case, solve(case)) if not x.ok]
+    assert not wrong, "\n".join([case.description, *wrong])
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_variants(name: str) -> None:
+    variant = VARIANTS[name]
+    variant = replace(variant, dtype=torch.float32 if variant.dtype is torch.float32 else torch.float16)
+    variant = replace(variant, head_dim=min(variant.head_dim, 96), heads=(2, 1) if "everything" in name else (4, 2))
+    assert_right(moving(variant.case(2, "cpu", LENGTHS)))
+
+
+@pytest.mark.parametrize("names", [("q",), ("k",), ("v",), ("q", "v"), ("bias",), ("sinks",), ("alibi_slopes",)])
+def test_what_stands_still_costs_nothing(names: tuple[str, ...]) -> None:
+    """Each input alone, and with others: products of the rest are not in the kernel."""
+    given = {"bias": torch.randn(1, 2, 7, 9), "sinks": torch.randn(2), "alibi_slopes": torch.rand(2)}
+    assert_right(moving(dense_case(batch=1, causal=True, **given), names))
+
+
+@pytest.mark.parametrize("name", ["score_mod", "mask function"])
+def test_functions(name: str) -> None:
+    assert_right(moving(dense_case(batch=1, causal=True, **features()[name])))
+    if name == "score_mod":  # its tensors alone
+        case = dense_case(batch=1, **features()[name])
+        assert_right(moving(case, [x for x in case.differentiable() if x.startswith("score_mod")]))
+
+
+def test_rows_that_are_not_in_use() -> None:
+    assert_right(moving(packed_case(seqused_q=torch.tensor([2, 0, 3, 5], dtype=torch.int32))))
+
+
+@pytest.mark.parametrize("seed", [4, 6, 10])
+def test_random_problems(seed: int) -> None:
+    assert_right(moving(random_case(seed, dtypes=(torch.float16, torch.float32), function="attention")))
+
+
+@pytest.mark.parametrize("left", [0, 3])
+def test_a_part_of_a_larger_call(left: int) -> None:
+    """Keys that no row sees, and rows that see no key."""
+    assert_right(
+        moving(dense_case(batch=1, seqlen_q=9, seqlen_k=5, window=(left, -2), sinks=torch.tensor([0.5, -1.0])))
+    )
