@@ -18,7 +18,7 @@ from flashtile.testing.generate import random_case
 from flashtile.testing.moving import moving
 from flashtile.testing.oracle import solve
 from flashtile.testing.poison import poisoned_allocation
-from flashtile.testing.tolerance import compare
+from flashtile.testing.tolerance import compare, worst
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 PROBLEMS = 4  # of each variant
@@ -42,6 +42,7 @@ def test_variants_are_within_the_bound(name: str) -> None:
     assert not [x for case in cases for x in failures(moving(case))]
 
 
+@pytest.mark.filterwarnings("ignore::flashtile.errors.AttentionWarning")  # of functions that cannot be traced
 @pytest.mark.parametrize("seed", range(24))
 def test_random_problems_are_within_the_bound(seed: int) -> None:
     function = ("attention", "attention_varlen")[seed % 2]
@@ -85,11 +86,11 @@ def test_long_rows() -> None:
 
 @pytest.mark.parametrize("seqlen_k", [1, 64, 130])
 def test_rows_of_nan_and_infinities(seqlen_k: int) -> None:
-    """What forward alone gives, in `out` and `lse`."""
-    case = infinite_case(seqlen_k, None, "cuda")
-    expected, found = case.run("triton"), moving(case).run("triton")
-    for name in ("out", "lse"):
-        torch.testing.assert_close(found[name], expected[name], equal_nan=True, atol=2e-2, rtol=2e-2)
+    """`out` and `lse` are those of forward alone."""
+    case = infinite_case(seqlen_k, 1, "cuda")
+    expected, found = solve(case), {name: x.cpu() for name, x in moving(case).run("triton").items()}
+    deviations = [worst(found[name], expected[name], case.dtype, name) for name in ("out", "lse")]
+    assert [str(x) for x in deviations if not x.ok] == []
 
 
 def made(batch: int, heads: int, rows: int, keys: int, head_dim: int, heads_kv: int | None = None) -> Tensors:
