@@ -5,7 +5,6 @@ from unittest import mock
 
 import pytest
 import torch
-from infinite import infinite_case
 from variants import VARIANTS
 
 import flashtile
@@ -42,6 +41,7 @@ def test_variants_are_within_the_bound(name: str) -> None:
     assert not [x for case in cases for x in failures(moving(case))]
 
 
+@pytest.mark.filterwarnings("ignore::flashtile.errors.AttentionWarning")  # of functions that cannot be traced
 @pytest.mark.parametrize("seed", range(24))
 def test_random_problems_are_within_the_bound(seed: int) -> None:
     function = ("attention", "attention_varlen")[seed % 2]
@@ -83,13 +83,10 @@ def test_long_rows() -> None:
     assert not failures(moving(Case("attention", {"q": q, "k": k, "v": v}, forward_only=True)))
 
 
-@pytest.mark.parametrize("seqlen_k", [1, 64, 130])
-def test_rows_of_nan_and_infinities(seqlen_k: int) -> None:
-    """What forward alone gives, in `out` and `lse`."""
-    case = infinite_case(seqlen_k, None, "cuda")
-    expected, found = case.run("triton"), moving(case).run("triton")
-    for name in ("out", "lse"):
-        torch.testing.assert_close(found[name], expected[name], equal_nan=True, atol=2e-2, rtol=2e-2)
+def test_nan_in_a_key_stays_in_the_rows_that_see_it() -> None:
+    q, k, v = made(1, 2, 130, 200, 64)
+    k[:, :, 150] = torch.nan
+    assert not failures(moving(Case("attention", {"q": q, "k": k, "v": v, "causal": True}, forward_only=True)))
 
 
 def made(batch: int, heads: int, rows: int, keys: int, head_dim: int, heads_kv: int | None = None) -> Tensors:
