@@ -106,7 +106,7 @@ def test_other_programs_switch_by_the_line_and_go_back() -> None:
 
 def test_the_decode_loop_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
     """And its outputs are those of one call with all tokens, as the text below it says."""
-    example, _ = blocks("python", "docs/kvcache.md")
+    example, *_ = blocks("python", "docs/kvcache.md")
     seen: dict[str, Any] = {}
     drawn: list[Tensor] = []
     randn = torch.randn
@@ -127,9 +127,10 @@ def test_the_decode_loop_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_masks_at_other_positions_run_as_they_stand() -> None:
-    """The example compares its own results."""
-    _, example = blocks("python", "docs/kvcache.md")
-    exec(compile(example, "docs/kvcache.md", "exec"), {"torch": torch, "flashtile": flashtile})
+    """And caches of 8 bits. The examples compare their own results."""
+    _, *examples = blocks("python", "docs/kvcache.md")
+    for example in examples:
+        exec(compile(example, "docs/kvcache.md", "exec"), {"torch": torch, "flashtile": flashtile})
 
 
 def test_commands_exist() -> None:

@@ -63,6 +63,7 @@ def standard_calls() -> Iterator[StandardCall]:
         yield from plain(dtype)
         yield from long(dtype)
         yield from short(dtype)
+        yield from windows(dtype)
         yield from few(dtype)
         yield from just_over_a_wave(dtype)
         yield from with_features(dtype)
@@ -108,6 +109,16 @@ def short(dtype: torch.dtype) -> Iterator[StandardCall]:
     for dim, (rows, keys), causal in itertools.product(SMALL_DIMS, lengths, (False, True)):
         q, k, v = dense(FILLING, rows, keys, (dim, dim), dtype, batch=8)
         yield StandardCall("attention", {"q": q, "k": k, "v": v, "causal": causal}, backward=True)
+
+
+def windows(dtype: torch.dtype) -> Iterator[StandardCall]:
+    """Packed windows of vision models."""
+    count = 64
+    for dim in (64, 80):
+        q, k, v = dense(FILLING, count * TINY, count * TINY, (dim, dim), dtype)
+        sequences = {"cu_seqlens_q": offsets(count), "cu_seqlens_k": offsets(count)}
+        lengths = {"max_seqlen_q": TINY, "max_seqlen_k": TINY}
+        yield StandardCall("attention_varlen", {**packed(q, k, v), **sequences, **lengths}, backward=True)
 
 
 def few(dtype: torch.dtype) -> Iterator[StandardCall]:
