@@ -59,6 +59,8 @@ def append_kernel(
     """One program for each token and head: first the query heads, then the key heads. Tokens for which the cache has no
     room are not written.
     """
+    K_SCALES: tl.constexpr = CONFIG.K_SCALES
+    V_SCALES: tl.constexpr = CONFIG.V_SCALES
     D: tl.constexpr = CONFIG.D
     DV: tl.constexpr = CONFIG.DV
     heads = tokens.num_heads_q + tokens.num_heads_k
@@ -102,29 +104,30 @@ def append_kernel(
                 position = tl.load(rotary.rotary_start + b).to(tl.int32) + place
             y = rotate(x, d, exists, position, rotary, CONFIG)
             if CONFIG.KEY_FORMAT != "":
-                y = quantized_token(y, k_descale, b, page, slot, head, exists, CONFIG.K_SCALES, CONFIG)
+                y = quantized_token(y, k_descale, b, page, slot, head, exists, K_SCALES, CONFIG)
             tl.store(cache_pointer(k_cache, page, slot, head) + d, y, mask=d < tl.where(exists, D, 0))
             dv = tl.arange(0, CONFIG.BLOCK_DV)
             x = head_pointer(new_v, b, head, 1) + token * elements(new_v.stride_m, 1)
             values = tl.load(x + dv, mask=dv < tl.where(exists, DV, 0), other=0.0)
             if CONFIG.KEY_FORMAT != "":
-                values = quantized_token(values, v_descale, b, page, slot, head, exists, CONFIG.V_SCALES, CONFIG)
+                values = quantized_token(values, v_descale, b, page, slot, head, exists, V_SCALES, CONFIG)
             tl.store(cache_pointer(v_cache, page, slot, head) + dv, values, mask=dv < tl.where(exists, DV, 0))
 
 
 @triton.jit
 def quantized_token(x, descale, b, page, slot, head, exists, KIND: tl.constexpr, CONFIG: tl.constexpr):
     """A token's features as 8-bit integers; by a scale of its own, which is stored, if the KIND is "token"."""
+    KEY_FORMAT: tl.constexpr = CONFIG.KEY_FORMAT
     scale = 1.0
     if KIND != "":
         pointer = descale.data + b * elements(descale.stride_b, 1) + page * elements(descale.stride_p, 1)
         pointer += slot * elements(descale.stride_n, 1) + head * elements(descale.stride_h, 1)
         if KIND == "token":
-            scale = scale_of_token(x, CONFIG.KEY_FORMAT)
+            scale = scale_of_token(x, KEY_FORMAT)
             tl.store(pointer, scale, mask=exists)
         else:
             scale = tl.load(pointer, mask=exists, other=1.0)
-    return quantized(x, scale, CONFIG.KEY_FORMAT)
+    return quantized(x, scale, KEY_FORMAT)
 
 
 @triton.jit

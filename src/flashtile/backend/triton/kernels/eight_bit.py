@@ -30,9 +30,11 @@ class Descales(NamedTuple):
 
 @triton.jit
 def descales_of_head(k_descale, v_descale, lengths, b, head, seqlen, CONFIG: tl.constexpr):
+    K_SCALES: tl.constexpr = CONFIG.K_SCALES
+    V_SCALES: tl.constexpr = CONFIG.V_SCALES
     return Descales(
-        head_scale(k_descale, lengths, b, head, seqlen, CONFIG.K_SCALES, CONFIG),
-        head_scale(v_descale, lengths, b, head, seqlen, CONFIG.V_SCALES, CONFIG),
+        head_scale(k_descale, lengths, b, head, seqlen, K_SCALES, CONFIG),
+        head_scale(v_descale, lengths, b, head, seqlen, V_SCALES, CONFIG),
     )
 
 
@@ -118,12 +120,13 @@ def numbers(x, dtype: tl.constexpr, FORMAT: tl.constexpr):
 @triton.jit
 def number_rows(x, dtype: tl.constexpr, D: tl.constexpr, CONFIG: tl.constexpr):
     """Rows or columns of 8 bits as those of `dtype`."""
+    KEY_FORMAT: tl.constexpr = CONFIG.KEY_FORMAT
     if CONFIG.KEY_FORMAT == "":
         return x
     elif D.CHUNK_1 == 0:
-        return Chunks(numbers(x.a, dtype, CONFIG.KEY_FORMAT), x.b)
+        return Chunks(numbers(x.a, dtype, KEY_FORMAT), x.b)
     else:
-        return Chunks(numbers(x.a, dtype, CONFIG.KEY_FORMAT), numbers(x.b, dtype, CONFIG.KEY_FORMAT))
+        return Chunks(numbers(x.a, dtype, KEY_FORMAT), numbers(x.b, dtype, KEY_FORMAT))
 
 
 @triton.jit

@@ -37,6 +37,7 @@ def transposed(x, D: tl.constexpr):
 @triton.jit
 def inner_loop(state, blocks, q_i, rows, kv, descales, params, info, bounds, CONFIG: tl.constexpr):
     """Update the rows' state with all blocks; rows and bounds are `[1, M]`."""
+    K_SCALES: tl.constexpr = CONFIG.K_SCALES
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     D: tl.constexpr = CONFIG.HEAD_DIM
     DV: tl.constexpr = CONFIG.HEAD_DIM_V
@@ -59,8 +60,8 @@ def inner_loop(state, blocks, q_i, rows, kv, descales, params, info, bounds, CON
             exists = n < kv.seqlen.end - start_n  # the same by fewer instructions
         keys, keys_exist = (start_n + n)[:, None], exists[:, None]
         k_j = number_rows(load_k(kv, tile, exists, CONFIG), KEYS, D, CONFIG)  # [N, D]
-        k_scale = scales_of_tile(descales.k, kv, tile, start_n, CONFIG.K_SCALES, CONFIG)
-        kq = scaled_by_key(inner_products(k_j, q_i, D, CONFIG), k_scale, CONFIG.K_SCALES, 1)  # [N, M]
+        k_scale = scales_of_tile(descales.k, kv, tile, start_n, K_SCALES, CONFIG)
+        kq = scaled_by_key(inner_products(k_j, q_i, D, CONFIG), k_scale, K_SCALES, 1)  # [N, M]
         t = scores.forward(kq, params, info, rows, keys, keys_exist, False).t
         t = mask_edges(t, -INFINITY, bounds, blocks, start_n, params, info, rows, keys, keys_exist, IN_RANGE)
         m, alpha, p = softmax.update(RowState(m, state.l, acc), t, info.factor, False, CONFIG.NATURAL, AXIS=0)

@@ -50,6 +50,7 @@ def forward_kernel(
     params: Params, k_descale: ScaleTensor, v_descale: ScaleTensor, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """`out [B, H, Sq, Dv]`, `lse [B, H, Sq]` and its residual of natural scores, or packed."""
+    V_SCALES: tl.constexpr = CONFIG.V_SCALES
     ALIGN: tl.constexpr = CONFIG.ALIGN
     PACK_GQA: tl.constexpr = CONFIG.PACK_GQA
     SPLITS: tl.constexpr = CONFIG.SPLITS
@@ -122,7 +123,7 @@ def forward_kernel(
         weight, row_lse, row_residual = softmax.finalize(state, info.factor, COMPENSATED, NATURAL)
         if params.dropout.threshold is not None:
             weight *= params.dropout.keep_scale
-        weight = scaled_rows(weight, state.l.total, descales.v, CONFIG.V_SCALES)
+        weight = scaled_rows(weight, state.l.total, descales.v, V_SCALES)
         lse_row = b * elements(lse.stride_b, 1) + head * elements(lse.stride_h, 1) + token  # [M]
         out_rows = head_pointer(out, b, head, ALIGN) + token * elements(out.stride_m, ALIGN)
         out_i = scaled(few_rows.transposed(state.acc, DV) if TRANSPOSED else state.acc, weight[:, None], DV)
@@ -161,6 +162,7 @@ def inner_loop(
     """Update the rows' state with the blocks that need masks, or with those that do not; with `edges`, with all blocks,
     which are given as masked ones.
     """
+    K_SCALES: tl.constexpr = CONFIG.K_SCALES
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     D: tl.constexpr = CONFIG.HEAD_DIM
     DV: tl.constexpr = CONFIG.HEAD_DIM_V
@@ -180,8 +182,8 @@ def inner_loop(
         k_j = number_rows(load_k(kv, tile, exists, CONFIG), KEYS, D, CONFIG)  # [N, D]
         keys = start_n + tl.arange(0, BLOCK_N)[None, :]  # [1, N]
         keys_exist = None if exists is None else exists[None, :]
-        k_scale = scales_of_tile(descales.k, kv, tile, start_n, CONFIG.K_SCALES, CONFIG)
-        qk = scaled_by_key(inner_products(q_i, k_j, D, CONFIG), k_scale, CONFIG.K_SCALES, 0)
+        k_scale = scales_of_tile(descales.k, kv, tile, start_n, K_SCALES, CONFIG)
+        qk = scaled_by_key(inner_products(q_i, k_j, D, CONFIG), k_scale, K_SCALES, 0)
         s = scores.forward(qk, params, info, rows, keys, keys_exist, CONFIG.COMPENSATED)  # [M, N]
         if edges is None:
             t = mask_fill(s.t, -INFINITY, bounds, params, info, rows, keys, keys_exist, MASKED, BOUNDED)
