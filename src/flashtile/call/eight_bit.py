@@ -88,7 +88,7 @@ def own_scales(x: Tensor, dtype: torch.dtype) -> Tensor:
     zeros are 1; NaN and infinities, which no scale serves, count as 0 and as the largest float32.
     """
     largest = x.float().abs().nan_to_num(0.0).amax(dim=-1)
-    scale = largest / LARGEST[dtype]
+    scale = largest / torch.full_like(largest, LARGEST[dtype])  # a GPU multiplies by the reciprocal of a number
     return torch.where(scale > 0, scale, 1.0)
 
 

@@ -157,7 +157,9 @@ def _plan(problem: Problem, device: Device, backend: str, needs: Needs | None, m
             reason = self_check.failure(name, unknown, device.arch)
         return reason
 
-    names = AUTO if backend == "auto" else (backend,) if moves is None else with_tangents_after(backend)
+    names = AUTO if backend == "auto" else (backend,)
+    if backend != "auto" and moves is not None:
+        names = with_tangents_after(backend, lambda name: declines(name, None) is None)
     chosen, reasons = fastest(names, declines, problem, device, needs, moves)
     if chosen is not None:
         return chosen
@@ -204,9 +206,13 @@ def fastest(
     return chosen._replace(why=tuple((name, (reasons | slower)[name]) for name in before)), reasons
 
 
-def with_tangents_after(backend: str) -> tuple[str, ...]:
-    """The backends that may compute the tangents of a call that names one: that one, else the first after it."""
-    return AUTO[AUTO.index(backend) :] if backend in AUTO else (backend, "tiled")
+def with_tangents_after(backend: str, takes: Callable[[str], bool]) -> tuple[str, ...]:
+    """The backends up to the one that computes the tangents of a call that names one: that one, else the first after it
+    that takes them.
+    """
+    names = AUTO[AUTO.index(backend) :] if backend in AUTO else (backend, "tiled")
+    first = next((n for n, name in enumerate(names) if takes(name)), len(names))
+    return names[: first + 1]
 
 
 def declines_on_device(
