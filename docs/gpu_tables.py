@@ -38,7 +38,34 @@ def bias_and_masks() -> str:
     return markdown(header, body)
 
 
+def forward_mode() -> str:
+    """A row for each call: milliseconds of `torch.func.jvp` and its speed."""
+    body = [
+        [
+            row["cell"],
+            f"{float(row['jvp ms']):.3g}",
+            row["times forward"],
+            row["times faster than dense"],
+            row["TFLOP/s"],
+        ]
+        for row in rows("h200-forward-mode.csv")
+    ]
+    return markdown(("call", "ms", "times forward's time", "times dense's speed", "TFLOP/s"), body)
+
+
+def eight_bits() -> str:
+    """Time of decoding over caches of 8 bits divided by that over bfloat16, by shape; first that of a plain read."""
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in rows("h200-eight-bit-caches.csv"):
+        found.setdefault((row["batch"], row["seqlen_k"], row["head_dim"]), {})[row["cache"]] = row["ratio"]
+    names = [name for name in next(iter(found.values())) if name != "bfloat16"]
+    body = [[*shape, *(f"{float(of[name]):.2f}" for name in names)] for shape, of in found.items()]
+    return markdown(("batch", "keys", "head dimension", *names), body)
+
+
 TABLES = {
+    "forward_mode": forward_mode,
+    "eight_bits": eight_bits,
     "compilers": compilers,
     "warpgroups": warpgroups,
     "bias_and_masks": bias_and_masks,

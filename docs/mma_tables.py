@@ -37,6 +37,25 @@ def compared() -> str:
     return markdown(("", "head dimension", "calls", *PEERS.values()), body)
 
 
+def kind_of(cell: Cell) -> str:
+    kinds = {"window of 512": cell.window, "mask function": cell.mask, "score function": cell.score_mod}
+    return next((name for name, given in {**kinds, "bias": cell.bias}.items() if given), "")
+
+
+def special() -> str:
+    """The same of calls with a feature, with FlexAttention compiled for sm_80 too."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for line in (RESULTS / "mma-sync.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        cell = Cell.from_dict(row["cell"]) if "cell" in row else Cell()
+        times = {x["provider"]: statistics.median(x["samples"]) for x in row.get("rows", ()) if x["status"] == "ok"}
+        if kind_of(cell) and {"flashtile", "flex", "sdpa:efficient"} <= times.keys():
+            cells = (f"{times[peer] / times['flashtile']:.2f}" for peer in ("flex", "sdpa:efficient"))
+            found[f"{kind_of(cell)}, {cell.measure}"] += [str(cell.head_dim), *cells]
+    columns = ("head dimension", "FlexAttention", "efficient")
+    return markdown(("", *columns, *columns), [[name, *cells] for name, cells in found.items()])
+
+
 def read_rates() -> str:
     """Time of a plain read relative to decoding's, by page size."""
     with (RESULTS / "read-rate-sm80.csv").open() as file:
@@ -50,4 +69,4 @@ def read_rates() -> str:
     return markdown(("batch", "keys", "head dimension", *names), body)
 
 
-TABLES = {"mma_sync": compared, "mma_sync_decode": read_rates}
+TABLES = {"mma_sync": compared, "mma_sync_special": special, "mma_sync_decode": read_rates}
