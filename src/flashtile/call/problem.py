@@ -132,7 +132,7 @@ class Problem:
             deterministic=s.deterministic,
             alignment=alignment(t.q, t.k, t.v),
             octet_start=s.j0 % OCTET if s.dropout_p > 0 else 0,
-            eight_bit=eight_bit.describe(t.k, *descales),
+            eight_bit=eight_bit.describe(t.k, *descales) if t.k.dtype in eight_bit.FORMATS else None,
         )
 
     @property

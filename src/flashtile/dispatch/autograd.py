@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import private_torch
 from ..call.call import Call, Tensors, public_lse, split_row_stats
 from ..call.eager import in_forward_mode
-from ..call.eight_bit import is_eight_bit
+from ..call.eight_bit import FORMATS
 from ..dynamo import untraced
 from ..errors import AttentionError
 from . import fast_path, operators
@@ -32,7 +32,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
 
 def attend_with_row_stats(call: Call) -> tuple[Tensor, Tensor]:
     """As `attend`, with the residual of `lse` where that is kept."""
-    if is_eight_bit(call.tensors.k):
+    if call.tensors.k.dtype in FORMATS:
         refuse_derivatives_of_eight_bits(call)
     if fast_path.bypasses_dispatcher(call):
         if torch.is_grad_enabled() and requires_grad(flat := call.tensors.flat()):

@@ -100,7 +100,7 @@ def test_the_plan_is_the_fastest_candidate(needs: Needs | None) -> None:
         times = [x.microseconds for _, x in found]
         assert times == sorted(times)
         assert times[0] >= 0
-        chosen = planner._plan.__wrapped__(p, H100, "auto", needs)
+        chosen = planner._plan.__wrapped__(p, H100, "auto", needs, None)
         assert times[0] <= chosen.microseconds <= NEARLY * times[0]
         assert all(f"{chosen.microseconds:.3g}" in reason for _, reason in chosen.why if " us, " in reason)
 
@@ -176,7 +176,7 @@ def test_a_first_plan_takes_little_time() -> None:
             for _ in range(3):
                 forget_tiles()
                 start = time.perf_counter()
-                planner._plan.__wrapped__(p, H100, "auto", needs)
+                planner._plan.__wrapped__(p, H100, "auto", needs, None)
                 best = min(best, time.perf_counter() - start)
             assert best < FIRST_PLAN
 

@@ -123,14 +123,14 @@ def test_another_backend_has_the_gradients_of_score_tensors(name: str, features:
         mock.patch("flashtile.backend.triton.support.unusable", return_value=None),
         mock.patch.object(cost, "ranked", in_order),
     ):
-        chosen = planner._plan.__wrapped__(changed, H200, "auto", needs)
+        chosen = planner._plan.__wrapped__(changed, H200, "auto", needs, None)
         assert chosen.backend == "hopper"
         assert chosen.rest is not None
         assert (chosen.rest.own, chosen.rest.needs) == (Needs(True, True, True), Needs(**{name: True}))
         assert chosen.rest.plan.backend == "triton"
-        assert planner._plan.__wrapped__(changed, H200, "auto", Needs(**{name: True})).backend == "triton"
+        assert planner._plan.__wrapped__(changed, H200, "auto", Needs(**{name: True}), None).backend == "triton"
         with pytest.raises(BackendError, match=r"no gradient of"):
-            planner._plan.__wrapped__(changed, H200, "hopper", needs)
+            planner._plan.__wrapped__(changed, H200, "hopper", needs, None)
 
 
 @pytest.mark.parametrize("version", [(3, 6), (3, 7), (3, 8), (3, 9)])
@@ -141,7 +141,7 @@ def test_auto_takes_every_known_version_of_triton(version: tuple[int, int]) -> N
         for seqlen in (SHORT, LONG):  # two and three warpgroups
             known = problem(seqlen_q=seqlen, seqlen_k=seqlen)
             assert support.unknown_kernels(known, H200, None) is None
-        assert planner._plan.__wrapped__(problem(), H200, "auto", None).backend == "hopper"
+        assert planner._plan.__wrapped__(problem(), H200, "auto", None, None).backend == "hopper"
 
 
 def test_old_versions_of_triton_are_refused() -> None:

@@ -29,7 +29,7 @@ from flashtile.testing.tolerance import compare
 pytestmark = pytest.mark.usefixtures("one_thread")
 H200 = Device("cuda", "NVIDIA H200", "sm_90", 132)
 FUNCTIONS = ("attention_varlen", "attention_with_kvcache")
-TAKEN = (1, 29, 382, 471, 505, 601, 607, 830, 1153, 1167, 1476, 1973, 1989, 2104, 2403, 2405)  # seeds
+TAKEN = (1, 29, 382, 471, 505, 601, 607, 830, 1153, 1167, 1476, 1973, 2104, 2403, 2405)  # seeds
 ON_DEVICE = {"target": "flashtile.call.device.host_readable", "return_value": False}
 
 

@@ -147,7 +147,13 @@ def test_few_rows_and_few_keys_may_be_one_block_in_backward(
 
     assert found() == walks
     assert found(A100) <= {None}  # walks were measured on other chips
-    for others in ({"num_heads_kv": 2}, {"layout": "varlen"}, {"dtype": torch.float32}, {"alignment": 2}):
+    assert found(layout="varlen") == walks & {None}
+    for others in (
+        {"num_heads_kv": 2},
+        {"seqused_q": True, "layout": "varlen"},
+        {"dtype": torch.float32},
+        {"alignment": 2},
+    ):
         assert not found(**others)
 
 
