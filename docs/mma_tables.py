@@ -4,6 +4,7 @@ import csv
 import json
 import statistics
 from collections import defaultdict
+from collections.abc import Iterator
 
 from cells import RESULTS, markdown
 
@@ -12,17 +13,21 @@ from flashtile.bench.cell import Cell
 PEERS = {"sdpa:flash": "FlashAttention-2", "sdpa:efficient": "efficient"}
 
 
+def measured() -> Iterator[tuple[Cell, dict[str, float]]]:
+    """The calls of the sweep, with the median seconds of each provider that ran."""
+    for line in (RESULTS / "mma-sync.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if "cell" in row:
+            times = {x["provider"]: statistics.median(x["samples"]) for x in row["rows"] if x["status"] == "ok"}
+            yield Cell.from_dict(row["cell"]), times
+
+
 def ratios() -> dict[tuple[int, str], defaultdict[str, list[float]]]:
     """Time of PyTorch's kernels relative to ours for each call, by head dimension and pass, then by kernel."""
     found: defaultdict[tuple[int, str], defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for line in (RESULTS / "mma-sync.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        if "cell" not in row:
-            continue
-        cell = Cell.from_dict(row["cell"])
+    for cell, times in measured():
         if cell.is_special or cell.measure == "decode":
             continue
-        times = {x["provider"]: statistics.median(x["samples"]) for x in row["rows"] if x["status"] == "ok"}
         for peer in PEERS.keys() & times.keys():
             found[cell.head_dim, cell.measure][peer].append(times[peer] / times["flashtile"])
     return found
@@ -45,10 +50,7 @@ def kind_of(cell: Cell) -> str:
 def special() -> str:
     """The same of calls with a feature, with FlexAttention compiled for sm_80 too."""
     found: defaultdict[str, list[str]] = defaultdict(list)
-    for line in (RESULTS / "mma-sync.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        cell = Cell.from_dict(row["cell"]) if "cell" in row else Cell()
-        times = {x["provider"]: statistics.median(x["samples"]) for x in row.get("rows", ()) if x["status"] == "ok"}
+    for cell, times in measured():
         if kind_of(cell) and {"flashtile", "flex", "sdpa:efficient"} <= times.keys():
             cells = (f"{times[peer] / times['flashtile']:.2f}" for peer in ("flex", "sdpa:efficient"))
             found[f"{kind_of(cell)}, {cell.measure}"] += [str(cell.head_dim), *cells]
