@@ -4,7 +4,6 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +28,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 
-NO_PARAMETERS = SimpleNamespace(params={})
 BUGS_OF_A_RUN = 4  # one of so many planted bugs; the others have the marker `bugs`
 
 
@@ -38,7 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Planted bugs say whether tests would notice mistakes in kernels. They change when tests or kernels do."""
     planted: Counter[Any] = Counter()
     for item in items:
-        if isinstance(item, pytest.Function) and "bug" in getattr(item, "callspec", NO_PARAMETERS).params:
+        callspec = getattr(item, "callspec", None)  # of a test with parameters
+        if isinstance(item, pytest.Function) and callspec is not None and "bug" in callspec.params:
             if planted[item.function] % BUGS_OF_A_RUN:
                 item.add_marker("bugs")
             planted[item.function] += 1
