@@ -9,6 +9,7 @@ import pytest
 import torch
 from checking import dense_case, features, offsets
 from forced import first, forced
+from packing import short_sequences
 
 from flashtile.api.explain import described_call
 from flashtile.backend.gpu import pairs
@@ -113,21 +114,9 @@ def test_lengths_of_walks(tile: str, rows: int, keys: int) -> None:
     assert wrong(half_case(rows, keys, head_dim=40, head_dim_v=16), TILES[tile][-1]) == []
 
 
-def packed_case(queries: list[int], keys: list[int], **options: Any) -> Case:
-    """Sequences of these lengths, before tokens that belong to none."""
-    generator = torch.Generator().manual_seed(len(queries))
-    total_q, total_k = sum(queries) + 19, sum(keys) + 21
-    sizes = {"q": (total_q, 2, 24), "k": (total_k, 2, 24), "v": (total_k, 2, 40)}
-    given: dict[str, Any] = {name: torch.randn(x, generator=generator).to(HALF) for name, x in sizes.items()}
-    given |= {"cu_seqlens_q": offsets(*queries), "cu_seqlens_k": offsets(*keys)}
-    given |= {"max_seqlen_q": max(queries), "max_seqlen_k": max(keys)}
-    dout = torch.randn((total_q, 2, 40), generator=generator).to(HALF)
-    return Case("attention_varlen", given | options, dout)
-
-
 @pytest.mark.parametrize("name", [x for x in NAMES if "mask," not in x and "without" not in x])
 def test_packed_sequences(name: str) -> None:
-    case = packed_case([13, 1, 0, 16, 5], [11, 16, 5, 0, 3], **calls(13, 16)[name])
+    case = short_sequences([13, 1, 0, 16, 5], [11, 16, 5, 0, 3], **calls(13, 16)[name])
     if name == "slopes of sequences, softcap":
         case = replace(case, arguments=case.arguments | {"alibi_slopes": torch.rand(5, 2)})
     assert wrong(case, TILES["one tile"][-1]) == []
@@ -135,7 +124,7 @@ def test_packed_sequences(name: str) -> None:
 
 def test_packed_tokens_past_what_was_promised_have_gradients_of_zero() -> None:
     """Memory that no program stores is NaN here."""
-    case = packed_case([16, 9], [16, 9])
+    case = short_sequences([16, 9], [16, 9])
     longer = replace(case, arguments=case.arguments | {"cu_seqlens_q": offsets(34, 9), "cu_seqlens_k": offsets(30, 9)})
     with mock.patch("flashtile.call.device.host_readable", return_value=False):  # as of lengths on a GPU
         found = results(longer, TILES["one tile"][-1])

@@ -14,10 +14,10 @@ from unittest import mock
 
 import pytest
 import torch
-from checking import dense_case, features, offsets
+from checking import dense_case, features
 from forced import first, forced
 from mistakes import with_mistake
-from packing import packed_case
+from packing import packed_case, short_sequences
 
 from flashtile.backend.triton import support
 from flashtile.call.plan import Candidate
@@ -155,15 +155,6 @@ def few(rows: int, keys: int, **arguments: Any) -> Case:
     return dense_case(**heads, seqlen_q=rows, seqlen_k=keys, dtype=torch.float16, **arguments)
 
 
-def packed_tiles() -> Case:
-    """Sequences that one kernel differentiates, a tile for each."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, dout = (torch.randn(14, 1, 16, generator=generator).half() for _ in range(4))
-    cu_seqlens = offsets(9, 3)
-    given = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
-    return Case("attention_varlen", given | {"max_seqlen_q": 9, "max_seqlen_k": 9}, dout)
-
-
 def long_sum() -> Case:
     """Sums of 129 blocks, each rounded down by half a unit in the last place."""
     case = dense_case(batch=1, num_heads_q=1, seqlen_q=1, seqlen_k=16 * 129, forward_only=True)
@@ -194,7 +185,7 @@ CALLS = {
     "score_mod": lambda: dense_case(batch=1, causal=True, score_mod=features()["score_mod"]["score_mod"]),
     "few rows": lambda: few(5, 70, alibi_slopes=torch.tensor([0.5])),
     "few keys": lambda: few(70, 5),
-    "packed tiles": packed_tiles,
+    "packed tiles": lambda: short_sequences([9, 3], [9, 3]),
     "splits": lambda: with_cache(num_splits=3),
     "pages": lambda: with_cache(pages=True),
     "long": long_sum,

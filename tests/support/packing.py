@@ -1,4 +1,6 @@
-"""One packed call of four sequences, two of them empty on one side, and the same call with its keys in pages."""
+"""One packed call of four sequences, two of them empty on one side, the same call with its keys in pages, and short
+sequences of any lengths.
+"""
 
 from typing import Any
 
@@ -21,6 +23,17 @@ def packed_case(**arguments: Any) -> Case:
     dout = torch.randn((TOTAL_Q, HQ, DV), generator=generator)
     dlse = torch.randn((HQ, TOTAL_Q), generator=generator)
     return Case("attention_varlen", given | arguments, dout, dlse)
+
+
+def short_sequences(queries: list[int], keys: list[int], **options: Any) -> Case:
+    """Sequences of these lengths in float16, of two heads, before tokens that belong to none."""
+    generator = torch.Generator().manual_seed(len(queries))
+    total_q, total_k = sum(queries) + 19, sum(keys) + 21
+    sizes = {"q": (total_q, 2, 24), "k": (total_k, 2, 24), "v": (total_k, 2, 40)}
+    given: dict[str, Any] = {name: torch.randn(x, generator=generator).half() for name, x in sizes.items()}
+    given |= {"cu_seqlens_q": offsets(*queries), "cu_seqlens_k": offsets(*keys)}
+    given |= {"max_seqlen_q": max(queries), "max_seqlen_k": max(keys)}
+    return Case("attention_varlen", given | options, torch.randn((total_q, 2, 40), generator=generator).half())
 
 
 def in_pages(case: Case, page_size: int, seed: int = 0) -> tuple[Case, Tensor]:
