@@ -1,6 +1,6 @@
 """Decoding over a cache of 8 bits beside one in bfloat16: `python benchmarks/eight_bit_caches.py --store FILE.csv`.
 
-One query a sequence, 32 query and 8 key heads. Each call is captured in a CUDA graph; those of a shape take turns. A
+One query a sequence, 32 query and 8 key heads. Each call is captured in a CUDA graph; calls of one shape take turns. A
 ratio is the call's time divided by bfloat16's, a median over rounds. A read is a sum by PyTorch over the bytes of the
 cache. The default shapes take at most a minute on an H100.
 """
