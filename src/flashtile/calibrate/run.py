@@ -1,8 +1,10 @@
-"""A measurement by several processes: all compile, and take turns on the GPU."""
+"""A measurement by several processes: a few cells at a time, all compile, and then take turns on the GPU."""
 
+import contextlib
 import fcntl
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +14,11 @@ import torch
 
 from ..as_arch import install_inherited
 from ..bench.cell import Cell
-from .store import read
+from .store import Row, read
 
 MOST_OF_KIND = 45  # cells of one width, whose kernels are mostly the same, of one process
-HUNG = 120.0  # seconds without a result, after which processes are ended
+AT_ONCE = 3  # cells whose kernels a process compiles before all of them measure
+HUNG = 180.0  # seconds without a result, after which processes are ended
 
 
 def measure_all(cells: Sequence[Cell], store: Path, seconds: float) -> int:
@@ -25,9 +28,9 @@ def measure_all(cells: Sequence[Cell], store: Path, seconds: float) -> int:
     end = time.time() + seconds
     context = multiprocessing.get_context("spawn")
     shares = [share for share in divided(missing, os.cpu_count() or 1) if share]
-    lock = context.Lock()
-    compiled = context.Barrier(len(shares) or 1)
-    workers = [context.Process(target=work, args=(share, store, end, lock, compiled)) for share in shares]
+    rounds = max(map(len, shares), default=0)
+    lock, turns = context.Lock(), context.Barrier(len(shares) or 1)
+    workers = [context.Process(target=work, args=(share, rounds, store, end, lock, turns)) for share in shares]
     for worker in workers:
         worker.start()
     size, since = -1, time.time()
@@ -36,7 +39,7 @@ def measure_all(cells: Sequence[Cell], store: Path, seconds: float) -> int:
         now = store.stat().st_size if store.is_file() else 0
         if now != size:
             size, since = now, time.time()
-        if time.time() > end + HUNG or (size > 0 and time.time() - since > end - time.time() + HUNG):
+        if time.time() - since > HUNG:
             for worker in workers:
                 worker.kill()
     done = {row.cell for row in read(store) if not row.stale}
@@ -61,23 +64,34 @@ def divided(cells: Sequence[Cell], processes: int) -> list[list[Cell]]:
     return shares
 
 
-def work(cells: list[Cell], store: Path, end: float, lock: Any, compiled: Any) -> None:
-    """A process: compile the kernels of all cells, wait for the others, then measure one cell at a time."""
+def work(cells: list[Cell], rounds: int, store: Path, end: float, lock: Any, turns: Any) -> None:
+    """A process: in turns, compile the kernels of a few cells, and measure them when no process compiles."""
     from .measure import measure, ready
 
     install_inherited()
     device = torch.device("cuda")
-    for cell in cells:
-        if time.time() < end:
-            ready(cell, device)
-            torch.cuda.empty_cache()
-    compiled.wait()
-    for cell in cells:
-        with lock:
-            if time.time() > end:
-                return
-            row = measure(cell, device)
-            torch.cuda.empty_cache()
-            with store.open("a") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
-                file.write(row.to_json() + "\n")
+    for start in range(0, rounds, AT_ONCE):
+        few = cells[start : start + AT_ONCE]
+        for cell in few:
+            if time.time() < end:
+                ready(cell, device)
+                torch.cuda.empty_cache()
+        wait(turns)
+        for cell in few:
+            with lock:
+                if time.time() < end:
+                    append(measure(cell, device), store)
+                    torch.cuda.empty_cache()
+        wait(turns)
+
+
+def wait(turns: Any) -> None:
+    """Wait for the other processes, until one of them has died."""
+    with contextlib.suppress(threading.BrokenBarrierError):
+        turns.wait(HUNG)
+
+
+def append(row: Row, store: Path) -> None:
+    with store.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(row.to_json() + "\n")
