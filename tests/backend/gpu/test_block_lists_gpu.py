@@ -1,7 +1,7 @@
 """Lists of the blocks that a mask function shows: `pytest -m gpu tests/backend/gpu/test_block_lists_gpu.py`."""
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -77,9 +77,35 @@ def test_a_mask_that_is_a_tensor(shape: tuple[int, ...]) -> None:
     assert worst.ok, str(worst)
 
 
-def gradients(mask: MaskMod | Tensor, inputs: list[Tensor]) -> list[Tensor]:
+def gradients(mask: MaskMod | Callable[..., Tensor] | Tensor, inputs: list[Tensor]) -> list[Tensor]:
     out = flashtile.attention(*inputs, mask=mask, backend="triton")
     return [out, *torch.autograd.grad(out.float().square().sum(), inputs)]
+
+
+def test_kept_lists_on_another_stream_and_in_a_graph() -> None:
+    """The lists of a function of positions alone are made once; a graph holds its own."""
+    inputs = [torch.randn(1, 2, S, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+
+    def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j <= i) | (j < 100)
+
+    positions = torch.arange(S, device="cuda")
+    right = gradients(((positions <= positions[:, None]) | (positions < 100))[None, None], inputs)
+    found = [gradients(mask, inputs) for _ in range(3)]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        found.append(gradients(mask, inputs))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found.append(gradients(mask, inputs))
+    fast_path.forget()
+    taken = [torch.full((2**18,), -1, device="cuda", dtype=torch.int32) for _ in range(64)]  # what was freed
+    graph.replay()
+    for results in found:
+        for x, y in zip(results, right, strict=True):
+            torch.testing.assert_close(x, y, atol=2e-2, rtol=2e-2)
+    del taken
 
 
 def test_a_captured_graph_sees_values_of_now() -> None:

@@ -122,6 +122,27 @@ def test_a_description_begins_where_its_tensor_does() -> None:
         replay.record(given(), function, 1)
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_constant_is_computed_once_if_it_is_small(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, computed = torch.randn(4), []
+    if not kept:
+        monkeypatch.setattr(replay, "MOST_CONSTANT", 4 * 4 - 1)
+
+    def ones() -> Tensor:
+        computed.append(None)
+        return torch.ones(4)
+
+    def function(recorder: Recorder) -> Results:
+        return [recorder.op(torch.add, recorder.inputs[0], recorder.constant(ones))]
+
+    recording, (first,) = replay.record([x], function)
+    second, third = recording([x])[0], recording([2 * x])[0]
+    for result, right in ((first, x + 1), (second, x + 1), (third, 2 * x + 1)):
+        assert result is not None
+        assert torch.equal(result, right)
+    assert len(computed) == (1 if kept else 3)
+
+
 def test_nothing_is_kept_alive() -> None:
     tensors = given(columns=True)
     recording, results = replay.record(tensors, Function(), 5)

@@ -19,8 +19,10 @@ from ..replays import Results
 from .launch import launch, replayable
 from .pointers import Described, Layout, Part, Pointers, Slot, Slots, resolved
 from .step import Step
+from .streams import current_stream_key
 
 ALIGNMENT = 128  # bytes of a cache line, at which the tensors of a workspace begin
+MOST_CONSTANT = 2**20  # bytes of a tensor that a recording keeps
 
 
 class Launch(NamedTuple):
@@ -93,6 +95,15 @@ class Recorder:
             self.steps.append(step)
         return self._added(result)
 
+    def constant(self, function: Callable[[], Tensor]) -> Tensor:
+        """As `op`, for a result that follows from the layouts alone: a recording keeps it, if it is small."""
+        result = function()
+        # Memory of a graph has no values before the graph is replayed.
+        kept = result.nbytes <= MOST_CONSTANT and not (result.is_cuda and private_torch.is_capturing())
+        if self.keep:
+            self.steps.append(Constant(function, result) if kept else computed(function))
+        return self._added(result)
+
     def effect(self, function: Callable[..., Any], *tensors: Tensor | None) -> None:
         """Compute `function(*tensors)`, which writes into some of them; under the conditions of `op`."""
         if _collected.get() is not None:
@@ -159,6 +170,26 @@ class Recorder:
         return x
 
 
+class Constant:
+    """The step that adds the same tensor in each replay."""
+
+    def __init__(self, function: Callable[[], Tensor], value: Tensor):
+        self.function, self.value = function, value
+        if value.is_cuda:
+            torch.cuda.current_stream().synchronize()  # replays may be on other streams
+            self.stream = current_stream_key()
+
+    def __call__(self, known: list[Tensor | None]) -> None:
+        if not self.value.is_cuda:
+            known.append(self.value)
+        elif private_torch.is_capturing():  # a graph holds addresses, and may be replayed when nothing keeps the value
+            known.append(self.function())
+        else:
+            if current_stream_key() != self.stream:
+                self.value.record_stream(torch.cuda.current_stream())
+            known.append(self.value)
+
+
 class Recording:
     """Recorded steps on the device of q, and where their results are."""
 
@@ -199,6 +230,11 @@ def record(
 def current_device_of(x: Tensor | None) -> Any:
     """Make the device of `x` current. -1 leaves it as it is."""
     return torch.cuda.device(x.get_device() if x is not None and x.is_cuda else -1)
+
+
+def computed(function: Callable[[], Tensor]) -> Step:
+    """Build the step that computes a tensor from nothing."""
+    return lambda known: known.append(function())
 
 
 def allocation(x: Tensor) -> Step:
