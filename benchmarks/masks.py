@@ -33,6 +33,7 @@ from mask_calls import PROVIDERS, Cell, Flex, Inputs, calls_of, inputs_of, load_
 from torch import Tensor
 from torch._functorch import config as functorch
 
+from flashtile.as_arch import install_inherited
 from flashtile.bench.clocks import clock_of
 from flashtile.bench.origin import commit, device_name
 from flashtile.bench.parts import cotangent, cut, pairwise, parts, pick
@@ -254,6 +255,7 @@ def main(
 ) -> None:  # fmt: skip
     """Measure the cells that are missing in the file."""
     begin = time.monotonic()
+    install_inherited()
     if fa3_library is not None:
         FlashAttention3(fa3_library).operators()
     if only_table:
