@@ -24,6 +24,13 @@ def tangent_flops(pairs: int, head_dim: int, head_dim_v: int, of_scores: int, of
     return 2 * pairs * ((1 + of_scores) * head_dim + (1 + of_values) * head_dim_v)
 
 
+def second_flops(pairs: int, head_dim: int, head_dim_v: int) -> int:
+    """A second derivative along q, k and v: forward with tangents, then for rows and for keys the scores, their
+    tangents and the products with values again, with two gradients by q, two by k and one by v.
+    """
+    return 2 * pairs * ((3 + 5 + 5) * head_dim + (3 + 2 + 3) * head_dim_v)
+
+
 def least_bytes(inputs: int, rows: int, head_dim_v: int, itemsize: int) -> int:
     """Bytes of a forward that reads each input once (`inputs` bytes in total), and writes out `[rows, head_dim_v]` and
     lse `[rows]` once. Statistics are float32, or float64 for float64.

@@ -87,6 +87,13 @@ def of_tangents(operators: Operators, moves: Sequence[bool], _: Any, *arguments:
     return tangent_flops(num_pairs(call), call.tensors.q.shape[-1], call.tensors.v.shape[-1], *products)
 
 
+def of_second(operators: Operators, *arguments: Any, out_val: Any = None) -> int:
+    from ..iomodel import second_flops
+
+    call = operators.call(arguments[-len(operators.fields) :])
+    return second_flops(num_pairs(call), call.tensors.q.shape[-1], call.tensors.v.shape[-1])
+
+
 def of_cache(*arguments: Any, out_val: Any = None) -> int:
     from ..iomodel import forward_flops
 
@@ -97,7 +104,8 @@ def of_cache(*arguments: Any, out_val: Any = None) -> int:
 def register(counter: ModuleType) -> None:
     ops = torch.ops.flashtile
     for operators in OPERATORS.values():
-        for pass_, formula in (("forward", of_forward), ("backward", of_backward), ("tangents", of_tangents)):
+        formulas = {"forward": of_forward, "backward": of_backward, "tangents": of_tangents, "second": of_second}
+        for pass_, formula in formulas.items():
             op = getattr(ops, f"{operators.name}_{pass_}")
             counter.register_flop_formula(op, get_raw=True)(functools.partial(formula, operators))
     counter.register_flop_formula(getattr(ops, cache_operator.NAME), get_raw=True)(of_cache)

@@ -17,7 +17,7 @@ from .derivatives import (
     gradients_of_tangents,
     in_places,
     recomputed,
-    tangents_of_results,
+    tangents_and_gradients,
 )
 
 Results = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # out, lse, dout and dlse
@@ -87,10 +87,10 @@ class AttentionBackward(torch.autograd.Function):
         directions = in_places(len(flat), ctx.of.needs, cotangents)
         upper_needed, needed = ctx.needs_input_grad[3:5], ctx.needs_input_grad[5:]
         of_upper: tuple[Tensor | None, ...] = (None, None)
-        if any(upper_needed):
-            of_upper = tangents_of_results(settings, flat, directions)
         gradients: list[Tensor | None] = [None] * len(flat)
-        if any(needed):
+        if any(upper_needed):
+            *of_upper, gradients = tangents_and_gradients(settings, flat, directions, (dout, dlse), needed)  # type: ignore[assignment]
+        elif any(needed):
             gradients = gradients_of_tangents(settings, flat, directions, (dout, dlse), needed)
         upper = (x if n else None for x, n in zip(of_upper, upper_needed, strict=True))
         return None, None, None, *upper, *gradients

@@ -1,6 +1,6 @@
 """The operators that torch sees: schemas, shape formulas for tracing, vmap, and the way down to a backend.
 
-Each layout has one operator for forward, one for backward and one for forward mode, so that `torch.compile`,
+Each layout has one operator for forward, for backward, for forward mode and for second derivatives, so that `torch.compile`,
 `torch.export` and graph capture see single opaque calls. Inside them, below Dynamo, a call becomes a problem, a plan,
 and a backend's kernels.
 """
@@ -22,6 +22,7 @@ from ..call.call import (
     TENSORS,
     Call,
     Gradients,
+    Needs,
     Settings,
     Tangents,
     Tensors,
@@ -73,7 +74,7 @@ def fields(layout: str) -> list[Field]:
 
 
 class Operators:
-    """The operators of one layout: forward, backward, and forward with tangents."""
+    """The operators of one layout: forward, backward, forward with tangents, and the gradient of tangents."""
 
     def __init__(self, layout: str):
         self.layout = layout
@@ -90,18 +91,23 @@ class Operators:
             f"{self.name}_tangents(bool[] moves, Tensor[] tangents, {call})"
             " -> (Tensor out, Tensor lse, Tensor dout, Tensor dlse)"
         )
-        for kind in ("forward", "backward", "tangents"):
+        LIBRARY.define(
+            f"{self.name}_second(bool[] moves, Tensor[] along, bool[] needs, Tensor? dout, Tensor? dlse, {call})"
+            f" -> (Tensor tout, Tensor tlse, {gradients})"
+        )
+        for kind in ("forward", "backward", "tangents", "second"):
             LIBRARY.impl(f"{self.name}_{kind}", getattr(self, f"run_{kind}"), "CompositeExplicitAutograd")
             torch.library.register_fake(f"flashtile::{self.name}_{kind}", getattr(self, f"fake_{kind}"), lib=LIBRARY)
         torch.library.register_autograd(
             f"flashtile::{self.name}_forward", self.derivative, setup_context=self.setup_context, lib=LIBRARY
         )
         torch.library.register_autograd(f"flashtile::{self.name}_backward", refuse_second_derivative, lib=LIBRARY)
-        for operator in ("forward", "backward"):
+        for operator in ("forward", "backward", "second"):
             op = getattr(torch.ops.flashtile, f"{self.name}_{operator}").default
             torch.library.register_vmap(op, functools.partial(one_by_one, op), lib=LIBRARY)
         self.forward = getattr(torch.ops.flashtile, f"{self.name}_forward").default
         self.backward = getattr(torch.ops.flashtile, f"{self.name}_backward").default
+        self.second = getattr(torch.ops.flashtile, f"{self.name}_second").default
         self.tangents = getattr(torch.ops.flashtile, f"{self.name}_tangents").default
         torch.library.register_vmap(self.tangents, functools.partial(one_tangent_by_one, self.tangents), lib=LIBRARY)
 
@@ -150,6 +156,16 @@ class Operators:
         present = [x for x in tangents.flat() if x is not None]
         return self.tangents(tangents.moves.flat(), present, *self.arguments(call))  # type: ignore[no-any-return]
 
+    def gradients_of_tangents(
+        self, needs: Needs, along: Tangents, dout: Tensor | None, dlse: Tensor | None, call: Call
+    ) -> tuple[Tensor, ...]:
+        """The tangents of `out` and `lse` along directions, then the gradients of `sum(dout * tangent of out) +
+        sum(dlse * tangent of lse)` that `needs` asks for, and anything in place of the others.
+        """
+        present = [x for x in along.flat() if x is not None]
+        *found, modified = self.second(along.moves.flat(), present, needs.flat(), dout, dlse, *self.arguments(call))
+        return *found, *modified
+
     def run_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         refuse_dropped_tangents()
         return run_forward(self.running_call(arguments))
@@ -166,6 +182,16 @@ class Operators:
     ) -> tuple[Any, ...]:
         call = self.running_call(arguments)
         return in_schema(run_backward(needs, out, lse, dout, dlse, call), call)
+
+    def run_second(
+        self, moves: list[bool], along: list[Tensor], needs: list[bool], dout: Tensor | None, dlse: Tensor | None,
+        *arguments: Any,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        refuse_dropped_tangents()
+        call = self.running_call(arguments)
+        directions = check_tangents(call, moves, along)
+        tout, tlse, gradients = run_second(check_needs(call, needs), directions, dout, dlse, call)
+        return tout, tlse, *in_schema(gradients, call)
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         call = self.call(inputs)
@@ -203,7 +229,18 @@ class Operators:
     def fake_backward(
         self, needs: list[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, *arguments: Any
     ) -> tuple[Any, ...]:
+        return self.fake_gradients(needs, self.call(arguments))
+
+    def fake_second(
+        self, moves: list[bool], along: list[Tensor], needs: list[bool], dout: Tensor | None, dlse: Tensor | None,
+        *arguments: Any,
+    ) -> tuple[Any, ...]:  # fmt: skip
         call = self.call(arguments)
+        check_tangents(call, moves, along)
+        out, row_stats = self.fake_forward(*arguments)
+        return out, row_stats.new_empty(lse_shape(call.tensors.q)), *self.fake_gradients(needs, call)
+
+    def fake_gradients(self, needs: list[bool], call: Call) -> tuple[Any, ...]:
         check_needs(call, needs)
         flat = call.tensors.flat()
         empty = []
@@ -273,6 +310,24 @@ def run_tangents(call: Call, tangents: Tangents) -> tuple[Tensor, Tensor, Tensor
     if counting.opened:
         count(call, chosen, "tangents")
     return results  # type: ignore[no-any-return]
+
+
+@untraced
+def run_second(
+    needs: Needs, along: Tangents, dout: Tensor | None, dlse: Tensor | None, call: Call
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """The work of the operators of second derivatives: tangents of results, and gradients in their inputs' dtypes."""
+    call = call.with_own_indices()
+    chosen = plan_call(call, needs=needs, moves=along.moves)
+    with inside_operator(call):
+        tout, tlse, gradients = function_of(chosen, "second")(chosen, call, along, needs, dout, dlse)
+    if counting.opened:
+        count(call, chosen, "second")
+    inputs = call.tensors.flat()
+    return tout, tlse, [
+        None if gradient is None or (x := inputs[n]) is None else in_dtype(gradient, x.dtype)
+        for gradient, n in zip(gradients.flat(), differentiable_positions(len(inputs)), strict=True)
+    ]
 
 
 def refuse_dropped_tangents() -> None:

@@ -79,8 +79,9 @@ def plan(
     needs: Needs | None = None,
     moves: Needs | None = None,
 ) -> Plan:
-    """The plan of a problem's forward pass, of a backward pass for the gradients that `needs` asks for, or of a forward
-    pass with the tangents of the inputs that `moves` names. It is cached by the problem's bucket.
+    """The plan of a problem's forward pass, of a backward pass for the gradients that `needs` asks for, of a forward
+    pass with the tangents of the inputs that `moves` names, or with both of the gradients of these tangents. It is
+    cached by the problem's bucket.
 
     Raises:
         BackendError: the named backend does not exist or declines the problem, or a variable of the environment asks
@@ -112,9 +113,14 @@ def plan_call(call: Call, *, needs: Needs | None = None, moves: Needs | None = N
     chosen = plan(problem, device, call.settings.backend, needs=needs, moves=moves)
     named = call.settings.backend == "tiled"
     if chosen.backend == "tiled" and not named and is_slow(chosen, problem, device, needs, moves):
-        work = "attention" if moves is None else "forward mode of attention"
+        work = "attention" if moves is None else f"{derivative(needs)} of attention"
         _warn_once(f"{work} on {device} runs in the `tiled` backend, which is slow", chosen.why)
     return chosen
+
+
+def derivative(needs: Needs | None) -> str:
+    """What a pass along tangents is called."""
+    return "forward mode" if needs is None else "a second derivative"
 
 
 def count(call: Call, chosen: Plan, direction: str) -> None:
@@ -159,7 +165,7 @@ def _plan(problem: Problem, device: Device, backend: str, needs: Needs | None, m
 
     names = AUTO if backend == "auto" else (backend,)
     if backend != "auto" and moves is not None:
-        names = with_tangents_after(backend, lambda name: declines(name, None) is None)
+        names = with_tangents_after(backend, lambda name: declines(name, needs) is None)
     chosen, reasons = fastest(names, declines, problem, device, needs, moves)
     if chosen is not None:
         return chosen
@@ -185,7 +191,7 @@ def fastest(
     for n, name in enumerate(names):
         own, rest = needs, None
         reason = declines(name, needs)
-        if reason is not None and needs is not None and any((rows := needs.of_rows()).flat()):
+        if reason is not None and needs is not None and moves is None and any((rows := needs.of_rows()).flat()):
             others = needs.of_score_tensors()
             if names[n + 1 :] and any(others.flat()) and declines(name, rows) is None:
                 others_plan, _ = fastest(names[n + 1 :], declines, problem, device, others)
@@ -224,9 +230,11 @@ def declines_on_device(
     if reason is None and needs is not None:
         reason = optional(support, "declines_backward", problem, device, needs)
     if reason is None and moves is not None:
-        if not hasattr(support, "tangent_candidates"):
-            return "it has no kernel of forward mode"
+        if not hasattr(support, "tangent_candidates" if needs is None else "second_candidates"):
+            return f"it has no kernel of {derivative(needs)}"
         reason = optional(support, "declines_tangents", problem, device, moves)
+        if reason is None and needs is not None:
+            reason = optional(support, "declines_second", problem, moves, needs)
     return reason  # type: ignore[no-any-return]
 
 
@@ -235,6 +243,8 @@ def candidates_of(
 ) -> list[Candidate]:
     """The ways to run a pass by one backend, the fastest first."""
     support = SUPPORT[name]
+    if moves is not None and needs is not None:
+        return support.second_candidates(problem, device, moves, needs)  # type: ignore[no-any-return]
     if moves is not None:
         return support.tangent_candidates(problem, device, moves)  # type: ignore[no-any-return]
     return support.candidates(problem, device, needs)  # type: ignore[no-any-return]

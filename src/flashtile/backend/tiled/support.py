@@ -21,7 +21,8 @@ TILE_SCORES = 2**20
 GPU_BLOCK_M, GPU_BLOCK_N, GPU_TILE_SCORES = 4096, 2048, 2**25
 # Microseconds on a GPU: of a score in memory, of a product of float32, and of a tile's thirty operations.
 SCORE, PRODUCT, OPERATIONS = 6e-5, 4e-8, 150.0
-TANGENT_PASSES = 3  # forward passes in one with tangents, by its products
+TANGENT_PASSES = 3  # forward passes in one with tangents, by its products,
+SECOND_PASSES = 12  # and in a second derivative
 
 
 def unusable() -> str | None:
@@ -48,6 +49,12 @@ def tangent_candidates(problem: Problem, device: Device, moves: Needs) -> list[C
     """The one way to run a forward pass with tangents: three times the products of a forward pass."""
     (way,) = candidates(problem, device, None)
     return [way._replace(microseconds=TANGENT_PASSES * way.microseconds)]
+
+
+def second_candidates(problem: Problem, device: Device, moves: Needs, needs: Needs) -> list[Candidate]:
+    """The one way to compute a second derivative, of operations that PyTorch differentiates."""
+    (way,) = candidates(problem, device, None)
+    return [way._replace(microseconds=SECOND_PASSES * way.microseconds)]
 
 
 def tile(problem: Problem, device: Device) -> "TileShape":

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ...call.cache import CacheCall
 from ...call.cache import append_and_rotate as in_operations
-from ...call.call import Call, Needs, Tangents
+from ...call.call import Call, Gradients, Needs, Tangents
 from ...call.plan import Plan
 from ..gpu import replay
 from ..replays import ForwardReplay
@@ -30,6 +30,17 @@ def tangents(plan: Plan, call: Call, tangents: Tangents) -> tuple[Tensor, Tensor
 
     moving = [x for x in tangents.flat() if x is not None]
     return replay.run((*call.inputs, *moving), launch_tangents, plan, call, tangents.moves)  # type: ignore[return-value]
+
+
+def second(
+    plan: Plan, call: Call, along: Tangents, needs: Needs, dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Gradients]:
+    from .launch.second import launch_second  # not needed by other passes
+
+    moving = [x for x in along.flat() if x is not None]
+    inputs = (*call.inputs, *moving, dout, dlse)
+    tout, tlse, *gradients = replay.run(inputs, launch_second, plan, call, along.moves, needs)
+    return tout, tlse, Gradients.from_flat(gradients)  # type: ignore[return-value]
 
 
 def tiles(plan: Plan, call: Call, needs: Needs | None) -> dict[str, Any]:

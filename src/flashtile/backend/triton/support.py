@@ -97,6 +97,28 @@ def tangent_candidates(problem: Problem, device: Device, moves: Needs) -> list[C
     return ranked(ways, rates_of(device))
 
 
+def declines_second(problem: Problem, moves: Needs, needs: Needs) -> str | None:
+    """The reason why this backend has no second derivative of a problem along inputs that move, or `None`."""
+    for named, what in ((moves, "directions"), (needs, "gradients")):
+        if any((*named[3:-1], *named.score_mod_tensors)):
+            return f"its second derivatives have {what} of q, k and v alone"
+    if problem.softcap or problem.score_mod is not None:
+        return "its second derivatives have no softcap and no score function"
+    if problem.layout == "paged":
+        return "its second derivatives have no pages"
+    return None
+
+
+def second_candidates(problem: Problem, device: Device, moves: Needs, needs: Needs) -> list[Candidate]:
+    """The ways to compute a second derivative, the fastest first."""
+    from ..gpu.cost import ranked  # not needed by `import flashtile`
+    from ..gpu.rates import rates_of
+    from .plan import candidates, cost
+
+    ways = [(tile, 1, cost.second(problem, device, tile, moves)) for tile in candidates.second(problem, device)]
+    return ranked(ways, rates_of(device))
+
+
 def unsplit(plan: Plan, call: Call) -> str | None:
     """Why forward does not split keys into as many parts as the caller asks for, or `None`."""
     return None if plan.tile.products is None else "PyTorch multiplies, by whole rows"

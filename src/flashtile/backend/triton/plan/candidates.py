@@ -57,6 +57,15 @@ def tangents(problem: Problem, device: Device) -> Iterator[TileConfig]:
         yield plain._replace(tangents=tile)
 
 
+def second(problem: Problem, device: Device) -> Iterator[TileConfig]:
+    """Tiles of a second derivative: of its forward pass with tangents, and of its gradients."""
+    table = tables.SINGLE_SECOND if problem.dtype is torch.float32 else tables.SECOND
+    width = width_of(problem)
+    pair = next(pair for most, pair in table if width <= most)
+    for plain in tangents(problem, device):
+        yield plain._replace(second=pair)
+
+
 def tangent_tiles(problem: Problem, device: Device) -> tuple[KernelConfig, ...]:
     """The tiles of a width that a chip has the shared memory for; with a feature of each pair, of fewer keys."""
     p = problem

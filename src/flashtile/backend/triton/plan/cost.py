@@ -124,6 +124,17 @@ def tangents(problem: Problem, device: Device, config: TileConfig, moves: Needs)
     return Cost(scaled, {"byte": times * rows_bytes(p)})
 
 
+SECOND_PRODUCTS = 21 / 6  # products of all kernels, beside those of forward with tangents
+
+
+def second(problem: Problem, device: Device, config: TileConfig, moves: Needs) -> Cost:
+    """The work of forward with tangents, by the products of all three kernels: derived, not measured."""
+    cost = tangents(problem, device, config, moves)
+    counts = Counts()
+    counts.update({name: SECOND_PRODUCTS * n for name, n in cost.counts.items()})
+    return Cost(counts, {name: SECOND_PRODUCTS * n for name, n in cost.limits.items()})
+
+
 def listed(head: Head, problem: Problem) -> Head:
     """The tiles of a pass; of what a mask function shows, where kernels visit lists of blocks."""
     batch, rows, keys = problem.counts

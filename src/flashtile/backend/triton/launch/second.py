@@ -1,0 +1,105 @@
+"""The launches of a second derivative: forward with tangents, row statistics, and a kernel for rows and one for keys."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....call.call import Call, Gradients, Needs, Tangents, Tensors
+from ....call.call import new_rows, split_row_stats
+from ....call.plan import Plan
+from ...gpu.kernel import Kernel
+from ...gpu.pairs import with_contiguous_keys
+from ...gpu.replay import Recorder
+from ...replays import Results
+from ...scalars import lse_strides, rows_last, strides
+from ..tile_config import KernelConfig
+from . import KERNELS
+from . import arguments as args
+from .backward_launches import BackwardLaunches, Rows
+from .gradients import lse_of, new_key_rows, no_gradient, residual_of
+from .tangents import absent, constants, launch_tangents
+
+ROWS, KEYS = (Kernel(f"{KERNELS}.second", f"second_{side}_kernel") for side in ("rows", "keys"))
+STILL: dict[str, Any] = {
+    **dict.fromkeys(("stride_dbias_b", "stride_dbias_h", "stride_dbias_m", "stride_dbias_n", "stride_dslopes_b"))
+}
+NO_FEATURES = dict.fromkeys(("dbias", "dslopes", "dsinks"))
+
+
+def launch_second(recorder: Recorder, plan: Plan, call: Call, moves: Needs, needs: Needs) -> Results:
+    """Record the passes; the recorder's inputs are the call's, the directions of inputs that `moves` names, then dout
+    and dlse. Returns the tangents of out and lse, and then the gradients that `needs` asks for, flat.
+    """
+    num_inputs = len(call.tensors.flat())
+    given = iter(recorder.inputs[num_inputs:-2])
+    along = Tangents.from_flat([next(given) if moving else None for moving in moves.flat()])
+    out, row_stats, tout, tlse = launch_tangents(recorder, plan, call, moves)
+    assert out is not None
+    assert row_stats is not None
+    *_, dout, dlse = recorder.inputs
+    dout = recorder.op(no_gradient, out) if dout is None else recorder.op(rows_last, dout)
+    call = with_contiguous_keys(recorder, call._replace(tensors=Tensors.from_flat(recorder.inputs[:num_inputs])))
+    launches = BackwardLaunches(recorder, call, dout, None)
+    lse = recorder.op(lse_of, out, row_stats)
+    residual = recorder.op(residual_of, row_stats) if call.keeps_residual else None
+    launches.preprocess(Rows(out, lse, residual, dlse))
+    directions = Directions(launches, along, tlse, recorder.op(row_products, dout, tout))
+    dq = directions.of_rows(plan.tile.second[0], moves) if needs.q else None
+    dk, dv = directions.of_keys(plan.tile.second[1], moves) if needs.k or needs.v else (None, None)
+    return tout, tlse, *Gradients(q=dq, k=dk if needs.k else None, v=dv if needs.v else None).flat()
+
+
+def row_products(dout: Tensor, tout: Tensor) -> Tensor:
+    """`<dout, tout>` of each row, fp32, as lse: `[B, H, S]`, or `[H, T]` of packed rows."""
+    products = (dout.float() * tout.float()).sum(dim=-1)
+    return products.contiguous() if products.dim() == 3 else products.t().contiguous()
+
+
+class Directions:
+    """The launches of both kernels, and the arguments that they share."""
+
+    def __init__(self, launches: BackwardLaunches, along: Tangents, tlse: Tensor, product: Tensor):
+        recorder = launches.recorder
+        self.launches, self.call, self.recorder = launches, launches.call, recorder
+        self.along = {name: None if x is None else recorder.op(rows_last, x) for name, x in zip("qkv", along, strict=False)}
+        self.pointers = {f"t{name}": x for name, x in self.along.items()} | {"tlse": tlse, "product": product}
+        self.pointers |= NO_FEATURES
+        self.of_numbers = {
+            **args.row_strides("tlse", tlse), **args.row_strides("product", product), **STILL
+        }
+
+    def scalars(self, *results: Tensor) -> tuple[dict[str, Any], int]:
+        moving = [x for x in self.along.values() if x is not None]
+        given, align = self.launches.inputs(*results, *moving)
+        for name, x in self.along.items():
+            dims = "bhm" if name == "q" else "bhn"
+            given |= absent(f"t{name}", dims) if x is None else strides(f"t{name}", x, align, keys=name != "q")
+        return given | self.of_numbers | {"scale": self.call.settings.scale}, align
+
+    def of_rows(self, config: KernelConfig, moves: Needs) -> Tensor:
+        q = self.call.tensors.q
+        dq = args.new_result(self.recorder, self.call, new_rows(q, q.shape[1], q.shape[-1], q.dtype), 0)
+        given, align = self.scalars(dq)
+        tiles = args.num_tiles(self.call, config.block_m)
+        lists, list_strides = self.launches.lists(config)
+        scalars = {
+            **given, **list_strides, **strides("dq", dq, align), **constants(self.call, config, align, moves),
+            "num_tiles": tiles,
+        }
+        programs = tiles * dq.shape[1] * args.dense_batch(dq)
+        self.launches.launch(ROWS, {"dq": dq, **self.pointers, **lists}, programs, scalars)
+        return dq
+
+    def of_keys(self, config: KernelConfig, moves: Needs) -> tuple[Tensor, Tensor]:
+        dk, dv = (self.recorder.new(new_key_rows(self.call, x)) for x in self.call.tensors[1:3])
+        given, align = self.scalars(dk, dv)
+        tiles = args.num_key_tiles(self.call, config.block_n)
+        lists, list_strides = self.launches.lists(config, of_keys=True)
+        scalars = {
+            **given, **list_strides, **strides("dk", dk, align, keys=True), **strides("dv", dv, align, keys=True),
+            **constants(self.call, config, align, moves), "num_tiles": tiles,
+        }
+        programs = tiles * args.num_heads_k(self.call) * args.dense_batch(dk)
+        self.launches.launch(KEYS, {"dk": dk, "dv": dv, **self.pointers, **lists}, programs, scalars)
+        return dk, dv
