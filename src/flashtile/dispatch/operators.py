@@ -1,7 +1,7 @@
 """The operators that torch sees: schemas, shape formulas for tracing, vmap, and the way down to a backend.
 
-Each layout has one operator for forward, for backward, for forward mode and for second derivatives, so that `torch.compile`,
-`torch.export` and graph capture see single opaque calls. Inside them, below Dynamo, a call becomes a problem, a plan,
+Each layout has one operator for forward, for backward, for forward mode and for second derivatives, so that
+`torch.compile`, `torch.export` and graph capture see single opaque calls. Inside them, below Dynamo, a call becomes a problem, a plan,
 and a backend's kernels.
 """
 
@@ -324,10 +324,14 @@ def run_second(
     if counting.opened:
         count(call, chosen, "second")
     inputs = call.tensors.flat()
-    return tout, tlse, [
-        None if gradient is None or (x := inputs[n]) is None else in_dtype(gradient, x.dtype)
-        for gradient, n in zip(gradients.flat(), differentiable_positions(len(inputs)), strict=True)
-    ]
+    return (
+        tout,
+        tlse,
+        [
+            None if gradient is None or (x := inputs[n]) is None else in_dtype(gradient, x.dtype)
+            for gradient, n in zip(gradients.flat(), differentiable_positions(len(inputs)), strict=True)
+        ],
+    )
 
 
 def refuse_dropped_tangents() -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ Optional = Sequence[Tensor | None]
 
 
 def has_kernels(settings: Settings, flat: Optional, directions: Optional, needed: Sequence[bool | None]) -> bool:
-    """Whether a backend has kernels for a second derivative, and nothing looks on for which its operator has no rule."""
+    """Whether a backend has kernels for a second derivative, and its operator a rule for whatever looks on."""
     if torch.compiler.is_compiling() or in_plain_dual_level() or not private_torch.differentiates_inside_operators:
         return False
     if any(batched.is_batched(x) for x in (*flat, *directions)):

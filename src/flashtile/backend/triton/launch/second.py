@@ -1,18 +1,16 @@
-"""The launches of a second derivative: forward with tangents, row statistics, and a kernel for rows and one for keys."""
+"""The launches of a second derivative: forward with tangents, row statistics, kernels for rows and for keys."""
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ....call.call import Call, Gradients, Needs, Tangents, Tensors
-from ....call.call import new_rows, split_row_stats
+from ....call.call import Call, Gradients, Needs, Tangents, Tensors, new_rows
 from ....call.plan import Plan
 from ...gpu.kernel import Kernel
 from ...gpu.pairs import with_contiguous_keys
 from ...gpu.replay import Recorder
 from ...replays import Results
-from ...scalars import lse_strides, rows_last, strides
+from ...scalars import rows_last, strides
 from ..tile_config import KernelConfig
 from . import KERNELS
 from . import arguments as args
@@ -37,6 +35,7 @@ def launch_second(recorder: Recorder, plan: Plan, call: Call, moves: Needs, need
     out, row_stats, tout, tlse = launch_tangents(recorder, plan, call, moves)
     assert out is not None
     assert row_stats is not None
+    assert tlse is not None
     *_, dout, dlse = recorder.inputs
     dout = recorder.op(no_gradient, out) if dout is None else recorder.op(rows_last, dout)
     call = with_contiguous_keys(recorder, call._replace(tensors=Tensors.from_flat(recorder.inputs[:num_inputs])))
@@ -62,12 +61,12 @@ class Directions:
     def __init__(self, launches: BackwardLaunches, along: Tangents, tlse: Tensor, product: Tensor):
         recorder = launches.recorder
         self.launches, self.call, self.recorder = launches, launches.call, recorder
-        self.along = {name: None if x is None else recorder.op(rows_last, x) for name, x in zip("qkv", along, strict=False)}
+        self.along = {
+            name: None if x is None else recorder.op(rows_last, x) for name, x in zip("qkv", along, strict=False)
+        }
         self.pointers = {f"t{name}": x for name, x in self.along.items()} | {"tlse": tlse, "product": product}
         self.pointers |= NO_FEATURES
-        self.of_numbers = {
-            **args.row_strides("tlse", tlse), **args.row_strides("product", product), **STILL
-        }
+        self.of_numbers = {**args.row_strides("tlse", tlse), **args.row_strides("product", product), **STILL}
 
     def scalars(self, *results: Tensor) -> tuple[dict[str, Any], int]:
         moving = [x for x in self.along.values() if x is not None]
@@ -84,7 +83,10 @@ class Directions:
         tiles = args.num_tiles(self.call, config.block_m)
         lists, list_strides = self.launches.lists(config)
         scalars = {
-            **given, **list_strides, **strides("dq", dq, align), **constants(self.call, config, align, moves),
+            **given,
+            **list_strides,
+            **strides("dq", dq, align),
+            **constants(self.call, config, align, moves),
             "num_tiles": tiles,
         }
         programs = tiles * dq.shape[1] * args.dense_batch(dq)
@@ -97,8 +99,12 @@ class Directions:
         tiles = args.num_key_tiles(self.call, config.block_n)
         lists, list_strides = self.launches.lists(config, of_keys=True)
         scalars = {
-            **given, **list_strides, **strides("dk", dk, align, keys=True), **strides("dv", dv, align, keys=True),
-            **constants(self.call, config, align, moves), "num_tiles": tiles,
+            **given,
+            **list_strides,
+            **strides("dk", dk, align, keys=True),
+            **strides("dv", dv, align, keys=True),
+            **constants(self.call, config, align, moves),
+            "num_tiles": tiles,
         }
         programs = tiles * args.num_heads_k(self.call) * args.dense_batch(dk)
         self.launches.launch(KEYS, {"dk": dk, "dv": dv, **self.pointers, **lists}, programs, scalars)

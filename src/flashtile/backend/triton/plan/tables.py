@@ -109,7 +109,9 @@ SECOND = (
     (256, (KernelConfig(32, 32, 4, 1), KernelConfig(32, 32, 4, 1))),
     (512, (KernelConfig(16, 16, 4, 1), KernelConfig(16, 16, 4, 1))),
 )
-SINGLE_SECOND = ((512, (KernelConfig(16, 16, 4, 1, precision="tf32x3"), KernelConfig(16, 16, 4, 1, precision="tf32x3"))),)
+SINGLE_SECOND = (
+    (512, (KernelConfig(16, 16, 4, 1, precision="tf32x3"), KernelConfig(16, 16, 4, 1, precision="tf32x3"))),
+)
 TF32_DKDV = KernelConfig(64, 32, 4, 1, precision="tf32x3")  # for one product
 BIASED = WidthConfigs(  # calls of 16-bit numbers with a bias for each pair
     32, KernelConfig(64, 64, 4, 3), KernelConfig(32, 128, 4, 3), KernelConfig(128, 32, 4, 3)

@@ -1,0 +1,103 @@
+"""Second derivatives beside the backward pass and dense attention on a GPU:
+
+    python benchmarks/second_derivatives.py [--out FILE.csv] [--rows 64x64x4x2,...] [--keys 64x32x4x2,...]
+
+Device milliseconds of each cell of `derivatives.toml`, medians of rounds: the backward pass of the three gradients
+(`second`), the backward pass and the forward pass of attention, and `second` of dense attention. `--rows` and `--keys`
+time the kernels with other tiles of rows, keys, warps and stages, each beside the plan's tile of the other one.
+"""
+
+import contextlib
+import csv
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+from unittest import mock
+
+import click
+import torch
+from derivatives import Cell, device_time, providers
+
+from flashtile.as_arch import ARCHITECTURES, install
+from flashtile.backend.triton.plan import tables
+from flashtile.backend.triton.tile_config import KernelConfig
+from flashtile.dispatch import fast_path
+from flashtile.dispatch.planner import forget_plans
+
+SWEEP = Path(__file__).with_name("derivatives.toml")
+COLUMNS = ("cell", "rows, keys", "second ms", "backward ms", "forward ms", "dense ms", "times backward", "times dense")
+
+
+def passes(attention: Callable[..., Any], cell: Cell) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """The second derivative and the backward pass, with everything before them done."""
+    leaves = [x.detach().requires_grad_() for x in cell.inputs]
+    out = attention(*leaves)
+    dout = torch.randn_like(out)
+    first = torch.autograd.grad(out, leaves, dout, create_graph=True)
+    return (
+        lambda: torch.autograd.grad(first, leaves, cell.tangents, retain_graph=True),
+        lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
+    )
+
+
+@contextlib.contextmanager
+def forced(rows: str, keys: str) -> Iterator[None]:
+    """Second derivatives by these tiles, where they are given."""
+    given = [KernelConfig(*(int(n) for n in text.split("x"))) if text else None for text in (rows, keys)]  # type: ignore[arg-type]
+    table = tuple(
+        (most, tuple(tile or own for tile, own in zip(given, pair, strict=True))) for most, pair in tables.SECOND
+    )
+    fast_path.forget()
+    forget_plans()
+    with mock.patch.object(tables, "SECOND", table):
+        yield
+    fast_path.forget()
+    forget_plans()
+
+
+def measure(cell: Cell, tiles: list[tuple[str, str]], rounds: int, writer: Any) -> None:
+    second, backward = passes(cell.attention, cell)
+    with torch.no_grad():
+        forward_time = device_time(lambda: cell.attention(*cell.inputs), rounds)
+    backward_time, dense_time = device_time(backward, rounds), None
+    if cell.has_dense and cell.group == 1:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            dense_time = device_time(passes(providers(cell.causal)["dense"], cell)[0], 2)
+    for rows, keys in tiles:
+        try:
+            with forced(rows, keys):
+                own = device_time(second, rounds)
+        except Exception as error:  # a tile that no program has the memory for
+            writer.writerow([cell.name, f"{rows} {keys}", f"{type(error).__name__}: {error}"[:80]])
+            continue
+        figures = [own, backward_time, forward_time, dense_time, own / backward_time, dense_time and dense_time / own]
+        writer.writerow([cell.name, f"{rows} {keys}".strip(), *("" if x is None else f"{x:.4g}" for x in figures)])
+
+
+@click.command(help=__doc__)
+@click.option("--rows", default="", help="Tiles of the kernel for rows.")
+@click.option("--keys", default="", help="Tiles of the kernel for keys.")
+@click.option("--cell", "words", multiple=True, help="Only cells whose names contain one of these.")
+@click.option("--rounds", default=5)
+@click.option("--as-arch", type=click.Choice(ARCHITECTURES), help="Compile our kernels as for an older chip.")
+@click.option("--out", type=click.File("a"), default=sys.stdout, help="CSV file to append to.")
+def main(rows: str, keys: str, words: tuple[str, ...], rounds: int, as_arch: str | None, out: TextIO) -> None:
+    if as_arch is not None:
+        install(as_arch)
+    settings = tomllib.loads(SWEEP.read_text())
+    tiles = [("", ""), *((x, "") for x in rows.split(",") if x), *(("", x) for x in keys.split(",") if x)]
+    writer = csv.writer(out)
+    writer.writerow(COLUMNS)
+    for given in settings["cells"]:
+        cell = Cell(given, getattr(torch, settings["dtype"]), settings["longest_dense"])
+        if words and not any(x in cell.name for x in words):
+            continue
+        measure(cell, tiles, rounds, writer)
+        out.flush()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Second derivatives on a GPU: `pytest -m gpu tests/backend/triton/test_second_gpu.py`."""
+
+from typing import Any
+
+import pytest
+import torch
+from second_oracle import Triple, assert_close, by_autograd, second_derivative
+from torch import Tensor
+
+import flashtile
+from flashtile.bench.allocation import live_and_peak_bytes
+from flashtile.testing.poison import poisoned_allocation
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+
+def tensors(dtype: torch.dtype, shape: tuple[int, ...], head_dim: int, seed: int) -> tuple[Triple, Triple, Tensor]:
+    """Inputs with outliers, directions, and the cotangent of out."""
+    batch, heads, rows, keys = shape
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def drawn(length: int) -> Tensor:
+        x = torch.randn(batch, heads, length, head_dim, generator=generator, device="cuda")
+        return (x * torch.where(torch.rand(x.shape, generator=generator, device="cuda") < 0.01, 5, 1)).to(dtype)
+
+    given = [drawn(n) for n in (rows, keys, keys, rows, keys, keys)]
+    return tuple(given[:3]), tuple(given[3:]), drawn(rows)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 256])
+@pytest.mark.parametrize("feature", ["plain", "causal", "bias", "mask", "window"])
+def test_within_the_bound(feature: str, head_dim: int, dtype: torch.dtype) -> None:
+    rows, keys = 301, 437
+    inputs, along, dout = tensors(dtype, (1, 2, rows, keys), head_dim, head_dim)
+    i, j = torch.arange(rows, device="cuda")[:, None], torch.arange(keys, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(1)
+    bias = torch.randn(1, 2, rows, keys, generator=generator, device="cuda").to(dtype)
+    shown = torch.rand(1, 1, rows, keys, generator=generator, device="cuda") < 0.5
+    shift = i + keys - rows
+
+    def added(visible: Tensor) -> Tensor:
+        return torch.where(visible, 0.0, -torch.inf).expand(1, 1, rows, keys)
+
+    arguments: dict[str, Any]
+    arguments, terms = {
+        "plain": ({}, added(j >= 0)),
+        "causal": ({"causal": True}, added(j <= shift)),
+        "bias": ({"bias": bias}, bias),
+        "mask": ({"mask": shown}, added(shown)),
+        "window": ({"window": (70, 20)}, added((j >= shift - 70) & (j <= shift + 20))),
+    }[feature]
+    with poisoned_allocation():
+        found, passes = by_autograd(inputs, along, dout, "auto", **arguments)
+    assert ("second", "triton") in passes, passes
+    assert_close(found, second_derivative(inputs, along, dout, terms), dtype)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_groups_packed_rows_and_dropout_are_as_tiled(head_dim: int) -> None:
+    offsets = torch.tensor([0, 130, 130, 131, 700], dtype=torch.int32, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(3)
+    q, k, v, tq, tk, tv, dout = (
+        torch.randn(700, heads, head_dim, generator=generator, device="cuda") for heads in (4, 2, 2, 4, 2, 2, 4)
+    )
+
+    def hessian(backend: str) -> tuple[Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = flashtile.attention_varlen(
+            *leaves, offsets, offsets, causal=True, dropout_p=0.3, dropout_seed=5, backend=backend
+        )
+        first = torch.autograd.grad(out, leaves, dout, create_graph=True)
+        return torch.autograd.grad(first, leaves, (tq, tk, tv))
+
+    for x, right in zip(hessian("triton"), hessian("tiled"), strict=True):
+        torch.testing.assert_close(x, right, atol=1e-4 * float(right.abs().max()), rtol=1e-3)
+
+
+def test_memory_grows_with_length() -> None:
+    def peak(length: int) -> int:
+        inputs, along, dout = tensors(torch.bfloat16, (1, 4, length, length), 64, 0)
+        leaves = [x.requires_grad_() for x in inputs]
+        first = torch.autograd.grad(flashtile.attention(*leaves), leaves, dout, create_graph=True)
+        left, most = live_and_peak_bytes(
+            lambda: torch.autograd.grad(first, leaves, along, retain_graph=True), torch.device("cuda")
+        )
+        return most - left
+
+    peak(2048)
+    assert peak(8192) < 4.5 * peak(2048)
