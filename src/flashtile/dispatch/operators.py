@@ -1,8 +1,8 @@
 """The operators that torch sees: schemas, shape formulas for tracing, vmap, and the way down to a backend.
 
 Each layout has one operator for forward, for backward, for forward mode and for second derivatives, so that
-`torch.compile`, `torch.export` and graph capture see single opaque calls. Inside them, below Dynamo, a call becomes a problem, a plan,
-and a backend's kernels.
+`torch.compile`, `torch.export` and graph capture see single opaque calls. Inside them, below Dynamo, a call becomes a
+problem, a plan, and a backend's kernels.
 """
 
 import functools

@@ -1,8 +1,9 @@
 """The gradient of attention's tangents, which is its second derivative: two kernels, as `dq` and `dkdv`.
 
 With directions tq, tk, tv and cotangents dout, dlse, the product of tangents and cotangents is
-`L = sum p ((dp - delta) t + u)`: t is the tangent of a score, `dp = <dout, v>`, `u = <dout, tv>`, `delta = <dout, out> - dlse`. Of a row, the tangents of
-lse and out are `T = sum p t` and tout, and `E = <dout, tout>` (docs/design/exactness.md). Then
+`L = sum p ((dp - delta) t + u)`: t is the tangent of a score, `dp = <dout, v>`, `u = <dout, tv>`,
+`delta = <dout, out> - dlse`. Of a row, the tangents of lse and out are `T = sum p t` and tout, and `E = <dout, tout>`
+(docs/design/exactness.md). Then
 
     r  = p ((dp - delta) (t - T) + u - E)        the gradient by the score
     ds = p (dp - delta)                          the gradient by its tangent
