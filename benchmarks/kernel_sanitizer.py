@@ -146,8 +146,29 @@ def forward_mode() -> None:
     torch.func.jvp(lambda *x: flashtile.attention_varlen(*x, cu, cu, causal=True), tokens, tokens)
 
 
+def second_derivatives() -> None:
+    """Gradients of tangents, plain, packed and with features."""
+    for d in (64, 128, 256):
+        inputs = [rows(1, 2, n, d) for n in (300, 333, 333)]
+        twice(lambda *x: flashtile.attention(*x, causal=True), inputs)
+    inputs = [rows(1, 2, n, 64) for n in (300, 333, 333)]
+    bias = torch.randn(1, 2, 300, 333, device="cuda", dtype=torch.bfloat16)
+    twice(lambda *x: flashtile.attention(*x, bias=bias, dropout_p=0.2, dropout_seed=3, window=(40, 9)), inputs)
+    cu = torch.tensor([0, 7, 200, 300], dtype=torch.int32, device="cuda")
+    tokens = [torch.randn(300, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    twice(lambda *x: flashtile.attention_varlen(*x, cu, cu, causal=True), tokens)
+
+
+def twice(function: Callable[..., Any], inputs: list[Tensor]) -> None:
+    """The second derivative by all inputs, along themselves."""
+    out = function(*inputs)
+    first = torch.autograd.grad(out, inputs, torch.ones_like(out), create_graph=True)
+    torch.autograd.grad(first, inputs, [x.detach() for x in inputs])
+
+
 GROUPS: dict[str, Callable[[], None]] = {
-    x.__name__: x for x in (widths, groups, features, pages, eight_bits, few_rows, products, forward_mode)
+    x.__name__: x
+    for x in (widths, groups, features, pages, eight_bits, few_rows, products, forward_mode, second_derivatives)
 }
 
 

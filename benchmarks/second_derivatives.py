@@ -45,13 +45,14 @@ def passes(attention: Callable[..., Any], cell: Cell) -> tuple[Callable[[], Any]
 @contextlib.contextmanager
 def forced(rows: str, keys: str) -> Iterator[None]:
     """Second derivatives by these tiles, where they are given."""
-    given = [KernelConfig(*(int(n) for n in text.split("x"))) if text else None for text in (rows, keys)]  # type: ignore[arg-type]
-    table = tuple(
-        (most, tuple(tile or own for tile, own in zip(given, pair, strict=True))) for most, pair in tables.SECOND
-    )
+    given: dict[str, Any] = {
+        f"SECOND_{side}": ((512, KernelConfig(*(int(n) for n in text.split("x")))),)  # type: ignore[arg-type]
+        for side, text in (("ROWS", rows), ("KEYS", keys))
+        if text
+    }
     fast_path.forget()
     forget_plans()
-    with mock.patch.object(tables, "SECOND", table):
+    with mock.patch.multiple(tables, **given) if given else contextlib.nullcontext():
         yield
     fast_path.forget()
     forget_plans()

@@ -15,7 +15,8 @@ class CallCount(NamedTuple):
     Attributes:
         function: the public function; for a call of PyTorch's that `flashtile.compat.torch.activate` has taken, its
             operator.
-        direction: "forward", "backward", or "tangents" of a forward pass in forward mode.
+        direction: "forward", "backward", "tangents" of a forward pass in forward mode, or "second" of a second
+            derivative.
         backend: the backend that ran, or "PyTorch" for a call that was left to it.
         why: why this one: the reason that each backend before it declined or that it is slower, or who named it; empty
             for the first of all.

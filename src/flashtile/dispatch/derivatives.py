@@ -101,10 +101,10 @@ def gradients_of_tangents(
     needed: Sequence[bool | None],
 ) -> list[Tensor | None]:
     """The second derivative `H @ directions` by the inputs that are needed; `upper` are `dout` and `dlse`."""
-    from . import second
+    from . import second  # not needed by `import flashtile`
 
     if second.has_kernels(settings, flat, directions, needed):
-        return second.tangents_and_gradients(settings, flat, directions, upper, needed)[2]
+        return second.tangents_and_gradients(settings, flat, directions, upper, needed, composed)[2]
     return composed_gradients(settings, flat, directions, upper, needed)
 
 
@@ -119,7 +119,18 @@ def tangents_and_gradients(
     from . import second
 
     if second.has_kernels(settings, flat, directions, needed):
-        return second.tangents_and_gradients(settings, flat, directions, upper, needed)
+        return second.tangents_and_gradients(settings, flat, directions, upper, needed, composed)
+    return composed(settings, flat, directions, upper, needed)
+
+
+def composed(
+    settings: Settings,
+    flat: Sequence[Tensor | None],
+    directions: Sequence[Tensor | None],
+    upper: tuple[Tensor | None, Tensor | None],
+    needed: Sequence[bool | None],
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """As `tangents_and_gradients`, of operations that every transform sees through."""
     tout, tlse = tangents_of_results(settings, flat, directions)
     gradients: list[Tensor | None] = [None] * len(flat)
     if any(needed):

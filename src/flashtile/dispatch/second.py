@@ -1,6 +1,6 @@
 """Second derivatives by one operator, where a backend has kernels for them; derivatives of these are composed again."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,17 +39,14 @@ class Second:
     """
 
     settings: Settings
-    moving: tuple[bool, ...]  # of the tensors in `flat`
+    moving: tuple[bool, ...]  # whether each tensor in `flat` has a direction
     needed: tuple[bool, ...]
+    composed: Callable[..., tuple[Tensor, Tensor, list[Tensor | None]]]  # of settings, flat, directions, upper, needed
 
     def __call__(self, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         """The same, composed."""
-        from .derivatives import composed_gradients, tangents_of_results
-
-        flat, directions, upper = self.taken_apart(inputs)
-        gradients = composed_gradients(self.settings, flat, directions, upper, self.needed)
-        wanted = [x for x, needed in zip(gradients, self.needed, strict=True) if needed]
-        return *tangents_of_results(self.settings, flat, directions), *wanted  # type: ignore[return-value]
+        tout, tlse, gradients = self.composed(self.settings, *self.taken_apart(inputs), self.needed)
+        return tout, tlse, *(x for x, needed in zip(gradients, self.needed, strict=True) if needed)  # type: ignore[return-value]
 
     def by_operator(self, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         flat, directions, (dout, dlse) = self.taken_apart(inputs)
@@ -78,10 +75,12 @@ class ByOperator(Recompute):
 
 def tangents_and_gradients(
     settings: Settings, flat: Optional, directions: Optional, upper: tuple[Tensor | None, Tensor | None],
-    needed: Sequence[bool | None],
+    needed: Sequence[bool | None], composed: Callable[..., tuple[Tensor, Tensor, list[Tensor | None]]],
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
-    """The tangents of `out` and `lse`, and the gradients of `flat` that are needed."""
-    of = Second(settings, tuple(x is not None for x in directions), tuple(map(bool, needed)))
+    """The tangents of `out` and `lse`, and the gradients of `flat` that are needed; `composed` is the same function, of
+    operations that every transform sees through.
+    """
+    of = Second(settings, tuple(x is not None for x in directions), tuple(map(bool, needed)), composed)
     moving = [x for x in directions if x is not None]
     tout, tlse, *found = ByOperator.apply(of, None, *flat, *moving, *upper)  # type: ignore[misc]
     given = iter(found)

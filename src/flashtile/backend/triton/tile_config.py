@@ -34,11 +34,10 @@ class FusedConfig(NamedTuple):
 
 class TileConfig(NamedTuple):
     """The kernels' configurations for one problem. Forward packs `pack_gqa` query heads of a group into one tile, and
-    `fused` is one kernel for all gradients, where rows or keys are few; `one_loop` is one for
-    dq, dk and dv of any lengths. `dbias` is dq's tile unless it is given. `given_splits` is forward's tile where the
-    caller fixes `num_splits`, `tangents` the tile of forward with tangents, and `second` those of rows and of keys in a
-    second derivative. `products` and `products_backward` name
-    who multiplies where PyTorch does (`launch.products`).
+    `fused` is one kernel for all gradients, where rows or keys are few; `one_loop` is one for dq, dk and dv of any
+    lengths. `dbias` is dq's tile unless it is given. `given_splits` is forward's tile where the caller fixes
+    `num_splits`, `tangents` the tile of forward with tangents, and `second` the tiles of rows and of keys in a second
+    derivative. `products` and `products_backward` name who multiplies where PyTorch does (`launch.products`).
     """
 
     forward: KernelConfig

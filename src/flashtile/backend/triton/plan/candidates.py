@@ -58,12 +58,24 @@ def tangents(problem: Problem, device: Device) -> Iterator[TileConfig]:
 
 
 def second(problem: Problem, device: Device) -> Iterator[TileConfig]:
-    """Tiles of a second derivative: of its forward pass with tangents, and of its gradients."""
-    table = tables.SINGLE_SECOND if problem.dtype is torch.float32 else tables.SECOND
-    width = width_of(problem)
-    pair = next(pair for most, pair in table if width <= most)
-    for plain in tangents(problem, device):
+    """Tiles of a second derivative: of its forward pass with tangents, then the largest that fit of the kernels for
+    rows and for keys.
+    """
+    p = problem
+    if device.type == "cpu":
+        pair = (tables.INTERPRETER.dq, tables.INTERPRETER.dkdv)
+    elif p.dtype is torch.float32:
+        pair = (tables.SINGLE_SECOND, tables.SINGLE_SECOND)
+    else:
+        pair = (second_tile(tables.SECOND_ROWS, "rows", p, device), second_tile(tables.SECOND_KEYS, "keys", p, device))
+    for plain in tangents(p, device):
         yield plain._replace(second=pair)
+
+
+def second_tile(table: Table, side: str, problem: Problem, device: Device) -> KernelConfig:
+    """The first tile that holds a width and has room, else the last."""
+    holding = [tile for most, tile in table if width_of(problem) <= most]
+    return next((tile for tile in holding if fits(problem, device, tile, f"second {side}", PAIRS_BYTES)), holding[-1])
 
 
 def tangent_tiles(problem: Problem, device: Device) -> tuple[KernelConfig, ...]:

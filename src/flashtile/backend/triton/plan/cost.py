@@ -48,6 +48,10 @@ def shared_bytes(problem: Problem, tile: KernelConfig, kernel: str) -> int:
     if kernel == "tangents":
         loaded = 2 * max(tile.num_stages - 1, 1) * tile.block_n * (p.head_dim + p.head_dim_v)
         return (loaded + 2 * tile.block_m * (p.head_dim + tile.block_n)) * p.dtype.itemsize
+    if kernel == "second rows":
+        return (3 * tile.block_m + 4 * tile.num_stages * tile.block_n) * p.head_dim * p.dtype.itemsize
+    if kernel == "second keys":
+        return (4 * tile.block_n + 3 * tile.num_stages * tile.block_m) * p.head_dim * p.dtype.itemsize
     if not tile.mma:
         loaded = max(tile.num_stages - 1, 1) * tile.block_n * (p.head_dim + p.head_dim_v)
         loaded *= p.dtype.itemsize if p.eight_bit is None else 1
