@@ -39,9 +39,11 @@ class Second:
     """
 
     settings: Settings
-    moving: tuple[bool, ...]  # whether each tensor in `flat` has a direction
+    moving: tuple[bool, ...]  # whether tensors in `flat` have directions
     needed: tuple[bool, ...]
-    composed: Callable[..., tuple[Tensor, Tensor, list[Tensor | None]]]  # of settings, flat, directions, upper, needed
+    composed: Callable[
+        ..., tuple[Tensor, Tensor, list[Tensor | None]]
+    ]  # takes settings, flat, directions, upper, needed
 
     def __call__(self, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         """The same, composed."""
