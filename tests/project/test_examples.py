@@ -56,6 +56,23 @@ def test_short_programs(name: str, prints: list[str], capsys: pytest.CaptureFixt
         torch.testing.assert_close(seen["rate"], seen["goal"], atol=0.03, rtol=0)
 
 
+def test_a_force_field_learns() -> None:
+    result = CliRunner().invoke(load("force_field").main, ["--steps", "40", "--compare", "24"])
+    assert result.exit_code == 0, result.output
+    first, last = map(float, re.findall(r"(\d\.\d+) at the", result.output))
+    assert last < first
+    assert result.output.count("a step of 24 atoms") == 2
+
+
+def test_eigenvalues_of_a_hessian_are_those_of_dense_attention() -> None:
+    options = ["--steps", "3", "--train", "2", "--tokens", "40"]
+    result = CliRunner().invoke(load("hessian_eigenvalues").main, options)
+    assert result.exit_code == 0, result.output
+    own, dense = re.findall(r"parameters (.*)", result.output)
+    for x, y in zip(re.findall(r"-?\d+\.\d+", own), re.findall(r"-?\d+\.\d+", dense), strict=True):
+        assert abs(float(x) - float(y)) < 0.02 * max(1, abs(float(y)))
+
+
 # The MeanFlow model ------------------------------------------------------------------------------------------------
 
 
