@@ -32,10 +32,13 @@ def test_formats_and_scales(dtype: torch.dtype, kind: str) -> None:
     assert_right(with_eight_bits(case, dtype, kind, KINDS[number % 5], torch.Generator().manual_seed(2)), "triton")
 
 
-@pytest.mark.parametrize(("page_size", "kind"), [(None, "tokens"), (16, "tokens"), (56, "pages"), (None, "heads")])
-def test_tiles_of_8_rows(page_size: int | None, kind: str) -> None:
-    """`kernels.few_rows`, where keys are rows of scores and of sums."""
-    q, k, v = torch.randn(2, 4, 1, 80), torch.randn(2, 2, 112, 80), torch.randn(2, 2, 112, 48)
+@pytest.mark.parametrize(
+    ("page_size", "kind", "width", "width_v"),
+    [(None, "tokens", 80, 32), (16, "tokens", 62, 48), (56, "pages", 64, 64), (None, "heads", 32, 31)],
+)
+def test_tiles_of_8_rows(page_size: int | None, kind: str, width: int, width_v: int) -> None:
+    """`kernels.few_rows`, where keys are rows of scores and of sums, by bytes and by words of two features."""
+    q, k, v = torch.randn(2, 4, 1, width), torch.randn(2, 2, 112, width), torch.randn(2, 2, 112, width_v)
     given: dict[str, Any] = {"q": q.half(), "cache_seqlens": torch.tensor([109, 0], dtype=torch.int32), "causal": True}
     if page_size is not None:
         k, v = (x.transpose(1, 2).reshape(-1, page_size, 2, x.shape[-1]) for x in (k, v))

@@ -13,6 +13,7 @@ class HeadDim:
     CHUNK_0: int
     CHUNK_1: int  # 0 without a second chunk
     SPLIT: bool = False  # rows in memory are float32 numbers in three parts
+    PAIRS: bool = False  # the chunks are the even and the odd features (`kernels.eight_bit`)
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Constants:
     NUM_WARPS: int = 4  # warps of a program; they decide how many rows of the splits are merged at once
     STAGES: int = 1  # stages of rows in shared memory, in `kernels.mma`
     KEY_FORMAT: str = ""  # format of 8-bit keys and values (`kernels.eight_bit.numbers`)
+    PTX: bool = False  # 8-bit numbers are converted by PTX
     K_SCALES: str = ""  # whether scales differ by "head" or by "key"
     V_SCALES: str = ""
     VALUES: str = ""  # dtype of products with values, if not q's: "bf16x2" or, in the interpreter, "fp32"

@@ -2,6 +2,10 @@
 
 Every number of 8 bits is one of float16, of bfloat16 and of float32, so that products are exact. Scales of keys
 multiply scores; scales of values multiply probabilities or, where all keys of a head have one, the output.
+
+Where rows allow it, two features are read as one word of 16 bits. Then rows go to shared memory and to matrix units as
+those of 16-bit numbers do: the units transpose no bytes. Even and odd features are operands of their own, the chunks of
+`HeadDim.PAIRS`, and one instruction converts two numbers.
 """
 
 from typing import NamedTuple
@@ -11,6 +15,40 @@ import triton.language as tl
 
 from .keys import keys_exist, of_keys, only_page
 from .rows import Chunks, elements
+
+# Two words of 16 bits, each with an even and an odd feature, as $0 with both even features and $1 with both odd ones.
+# In lop3, 0xea is `a & b | c`; the constants are in registers, since an instruction has one immediate.
+E5M2_HALF = tl.constexpr("prmt.b32 $0, $2, 0, 0x2404; and.b32 $1, $2, 0xff00ff00;")
+E4M3_HALF = tl.constexpr(
+    ".reg .b32 x; .reg .b16 e, o; prmt.b32 x, $2, 0, 0x3120; mov.b32 {e, o}, x;"
+    "cvt.rn.f16x2.e4m3x2 $0, e; cvt.rn.f16x2.e4m3x2 $1, o;"
+)
+# The shifted exponent is 8 too small. NaN becomes 480, which one more bit of the exponent makes a NaN.
+E4M3_SHIFTED = tl.constexpr(
+    ".reg .b32 x, y, n, c; mov.b32 c, 0x5c005c00; and.b32 n, $2, 0x7f7f7f7f; add.u32 n, n, 0x01010101;"
+    "shl.b32 x, $2, 8; shr.u32 y, x, 1; and.b32 x, x, 0x80008000; lop3.b32 x, y, 0x3f803f80, x, 0xea;"
+    "mul.f16x2 x, x, c; shl.b32 y, n, 6; lop3.b32 $0, y, 0x20002000, x, 0xea;"
+    "shr.u32 y, $2, 1; and.b32 x, $2, 0x80008000; lop3.b32 x, y, 0x3f803f80, x, 0xea;"
+    "mul.f16x2 x, x, c; shr.u32 y, n, 2; lop3.b32 $1, y, 0x20002000, x, 0xea;"
+)
+# 0x6400 is 1024, whose last bit is worth 1: 1024 + (number + 128), less 1152.
+INT8_HALF = tl.constexpr(
+    ".reg .b32 x, c, d; mov.b32 c, 0x64646464; mov.b32 d, 0x64806480; xor.b32 x, $2, 0x80808080;"
+    "prmt.b32 $0, x, c, 0x4240; prmt.b32 $1, x, c, 0x4341; sub.f16x2 $0, $0, d; sub.f16x2 $1, $1, d;"
+)
+# 0x4300 is 128, whose last bit is worth 1: 128 + the lower seven bits, less 128, or 256 where the eighth is set.
+INT8_BF16 = tl.constexpr(
+    ".reg .b32 x, y, z, c, d, one; mov.b32 c, 0x43004300; mov.b32 d, 0xc300c300; mov.b32 one, 0x3f803f80;"
+    "lop3.b32 x, $2, 0x007f007f, c, 0xea; lop3.b32 y, $2, 0x00800080, d, 0xea; fma.rn.bf16x2 $0, x, one, y;"
+    "shr.u32 z, $2, 8;"
+    "lop3.b32 x, z, 0x007f007f, c, 0xea; lop3.b32 y, z, 0x00800080, d, 0xea; fma.rn.bf16x2 $1, x, one, y;"
+)
+# By float32: the instruction that converts one number at a time is several times as slow.
+HALF_TO_BF16 = tl.constexpr(
+    ".reg .b16 l, h; .reg .f32 a, b;"
+    "mov.b32 {l, h}, $0; cvt.f32.f16 a, l; cvt.f32.f16 b, h; cvt.rn.bf16x2.f32 $0, b, a;"
+    "mov.b32 {l, h}, $1; cvt.f32.f16 a, l; cvt.f32.f16 b, h; cvt.rn.bf16x2.f32 $1, b, a;"
+)
 
 
 class HeadScale(NamedTuple):
@@ -117,12 +155,42 @@ def numbers(x, dtype: tl.constexpr, FORMAT: tl.constexpr):
         return tl.where(magnitude == 0x7F, float("nan"), half).to(tl.float32).to(dtype)
 
 
+@triton.constexpr_function
+def pairs_asm(FORMAT, HALF):
+    """PTX that converts pairs of numbers to float16 or bfloat16."""
+    if FORMAT == "int8":
+        return INT8_HALF.value if HALF else INT8_BF16.value
+    asm = {"e5m2": E5M2_HALF, "e4m3": E4M3_HALF}.get(FORMAT, E4M3_SHIFTED).value
+    return asm if HALF else asm + HALF_TO_BF16.value
+
+
+@triton.jit
+def pairs_of_numbers(x, dtype: tl.constexpr, FORMAT: tl.constexpr, PTX: tl.constexpr):
+    """The lower and the upper bytes of 16-bit words, each as numbers."""
+    if not PTX:
+        lower, upper = (x & 0xFF).to(tl.uint8), (x >> 8).to(tl.uint8)
+        if FORMAT == "int8" or FORMAT == "int8 by float32":
+            lower, upper = lower.to(tl.int8, bitcast=True), upper.to(tl.int8, bitcast=True)
+        return Chunks(numbers(lower, dtype, FORMAT), numbers(upper, dtype, FORMAT))
+    else:
+        HALF: tl.constexpr = dtype == tl.float16
+        ASM: tl.constexpr = "{ " + pairs_asm(FORMAT, HALF) + " }"
+        if HALF:  # Triton takes no compile-time value inside a tuple of dtypes
+            a, b = tl.inline_asm_elementwise(ASM, "=r,=r,r", [x], (tl.float16, tl.float16), is_pure=True, pack=2)
+            return Chunks(a, b)
+        else:
+            a, b = tl.inline_asm_elementwise(ASM, "=r,=r,r", [x], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
+            return Chunks(a, b)
+
+
 @triton.jit
 def number_rows(x, dtype: tl.constexpr, D: tl.constexpr, CONFIG: tl.constexpr):
     """Rows or columns of 8 bits as those of `dtype`."""
     KEY_FORMAT: tl.constexpr = CONFIG.KEY_FORMAT
     if CONFIG.KEY_FORMAT == "":
         return x
+    elif D.PAIRS:
+        return pairs_of_numbers(x.a, dtype, KEY_FORMAT, CONFIG.PTX)
     elif D.CHUNK_1 == 0:
         return Chunks(numbers(x.a, dtype, KEY_FORMAT), x.b)
     else:

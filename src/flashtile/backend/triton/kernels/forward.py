@@ -29,7 +29,7 @@ from .parameters import KeyTensor, Params, QueryTensor, RowTensor, ScaleTensor
 from .products import add_product, inner_products, scaled, zeros
 from .prologue import batch_index, prologue
 from .rng import keep_mask
-from .rows import elements, head_pointer, load_rows, store_rows
+from .rows import chunked, elements, head_pointer, interleaved, load_rows, store_rows
 from .sequences import query_tile
 from .softmax import INFINITY, RowState
 
@@ -76,7 +76,7 @@ def forward_kernel(
         b = batch_index(params, work)
         token = work.offset + position
         q_rows = head_pointer(q, b, head, ALIGN) + token * elements(q.stride_m, ALIGN)
-        q_i = load_rows(q_rows[:, None], exists, D)  # [M, D]
+        q_i = chunked(load_rows(q_rows[:, None], exists, D), D)  # [M, D]
         head_rows = head[None, :] if TRANSPOSED else head[:, None]
         kv, info = prologue(k, v, params, work.sequence, b, work.seqlen, head_rows, head_k, CONFIG)
 
@@ -127,6 +127,7 @@ def forward_kernel(
         lse_row = b * elements(lse.stride_b, 1) + head * elements(lse.stride_h, 1) + token  # [M]
         out_rows = head_pointer(out, b, head, ALIGN) + token * elements(out.stride_m, ALIGN)
         out_i = scaled(few_rows.transposed(state.acc, DV) if TRANSPOSED else state.acc, weight[:, None], DV)
+        out_i = interleaved(out_i, DV)
         if SPLITS == 1:
             store_rows(out_rows[:, None], out_i, exists, DV)
             tl.store(lse.data + lse_row, row_lse, mask=exists)

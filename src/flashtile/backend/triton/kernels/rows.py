@@ -82,8 +82,16 @@ def load_chunk(pointers, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl
 
 @triton.jit
 def load_rows(pointers, exists, D: tl.constexpr):
-    """Load rows `[N, D]`; `exists [N]` is `None` where every row does."""
-    if D.SPLIT:
+    """Load rows `[N, D]`; `exists [N]` is `None` where every row does. Pairs of features are in one chunk, and those of
+    8 bits each are one number of 16.
+    """
+    if D.PAIRS:
+        if pointers.dtype.element_ty.primitive_bitwidth == 8:
+            words = pointers.to(tl.pointer_type(tl.uint16), bitcast=True)
+            return Chunks(load_chunk(words, exists, 0, D.CHUNK_0, D.WIDTH // 2), 0.0)
+        else:
+            return Chunks(load_chunk(pointers, exists, 0, 2 * D.CHUNK_0, D.WIDTH), 0.0)
+    elif D.SPLIT:
         if D.CHUNK_1 == 0:
             return Chunks(load_split(pointers, exists, 0, D.CHUNK_0, D), 0.0)
         else:
@@ -101,12 +109,34 @@ def load_rows(pointers, exists, D: tl.constexpr):
 
 
 @triton.jit
+def chunked(x, D: tl.constexpr):
+    """Rows as one chunk, or as the chunks of `D`."""
+    if D.PAIRS:
+        a, b = tl.split(x.a.reshape([x.a.shape[0], D.CHUNK_0, 2]))
+        return Chunks(a, b)
+    else:
+        return x
+
+
+@triton.jit
+def interleaved(x, D: tl.constexpr):
+    """The chunks of `D` as rows are in memory."""
+    if D.PAIRS:
+        return Chunks(tl.join(x.a, x.b).reshape([x.a.shape[0], 2 * D.CHUNK_0]), 0.0)
+    else:
+        return x
+
+
+@triton.jit
 def load_columns(pointers, exists, D: tl.constexpr):
     """Load rows as columns `[D, N]`, from pointers `[1, N]`; as `load_rows`."""
-    a = load_column_chunk(pointers, exists, 0, D.CHUNK_0, D.WIDTH)
-    if D.CHUNK_1 == 0:
-        return Chunks(a, 0.0)
+    if D.PAIRS:
+        words = pointers.to(tl.pointer_type(tl.uint16), bitcast=True)
+        return Chunks(load_column_chunk(words, exists, 0, D.CHUNK_0, D.WIDTH // 2), 0.0)
+    elif D.CHUNK_1 == 0:
+        return Chunks(load_column_chunk(pointers, exists, 0, D.CHUNK_0, D.WIDTH), 0.0)
     else:
+        a = load_column_chunk(pointers, exists, 0, D.CHUNK_0, D.WIDTH)
         return Chunks(a, load_column_chunk(pointers, exists, D.CHUNK_0, D.CHUNK_1, D.WIDTH))
 
 
@@ -136,9 +166,10 @@ def store_chunk(pointers, x, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr, D
 
 @triton.jit
 def store_rows(pointers, x, exists, D: tl.constexpr):
-    """Store those rows `[N, D]` that exist."""
-    store_chunk(pointers, x.a, exists, 0, D.CHUNK_0, D.WIDTH)
-    if D.CHUNK_1 > 0:
+    """Store those rows `[N, D]` that exist; pairs of features are in one chunk."""
+    FIRST: tl.constexpr = D.CHUNK_0 + D.CHUNK_1 if D.PAIRS else D.CHUNK_0
+    store_chunk(pointers, x.a, exists, 0, FIRST, D.WIDTH)
+    if D.CHUNK_1 > 0 and not D.PAIRS:
         store_chunk(pointers, x.b, exists, D.CHUNK_0, D.CHUNK_1, D.WIDTH)
 
 

@@ -81,8 +81,8 @@ def constants(
     split = takes_split(t.q.dtype, config)
     several_pages = t.page_table is not None and t.page_table.shape[1] > 1
     compiled = Constants(
-        HEAD_DIM=head_dim(t.q.shape[-1], split),
-        HEAD_DIM_V=head_dim(t.v.shape[-1], split),
+        HEAD_DIM=head_dim(t.q.shape[-1], split, eight_bit.in_pairs(t.k, t.q.dtype)),
+        HEAD_DIM_V=head_dim(t.v.shape[-1], split, eight_bit.in_pairs(t.v, t.q.dtype)),
         NATURAL=call.keeps_residual,
         COMPENSATED=t.q.dtype is torch.float32,
         PRECISION=precision(t.q.dtype, config),
@@ -189,12 +189,16 @@ def dbias_strides(x: Tensor | None) -> dict[str, Any]:
     return found
 
 
-def head_dim(width: int, split: bool = False) -> HeadDim:
-    """A width as one or two powers of two, 16 or more: 96 is 64 + 32; 120 is better taken as 128."""
+def head_dim(width: int, split: bool = False, pairs: bool = False) -> HeadDim:
+    """A width as one or two powers of two, 16 or more: 96 is 64 + 32; 120 is better taken as 128. `pairs`: one power of
+    two of at least 32 is its even and its odd features.
+    """
     first = max(16, 1 << (width.bit_length() - 1))
     rest = 0 if width <= first else max(16, power_of_two(width - first))
     if rest == first:
         first, rest = 2 * first, 0
+    if pairs and rest == 0 and first >= 32:
+        return HeadDim(width, first // 2, first // 2, split, PAIRS=True)
     return HeadDim(width, first, rest, split)
 
 

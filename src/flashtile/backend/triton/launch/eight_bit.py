@@ -9,6 +9,7 @@ from torch import Tensor
 from ....call.call import Tensors
 from ....call.device import describe_device
 from ....call.eight_bit import FORMATS, bits, is_eight_bit, scales_of_pages
+from ....call.problem import alignment
 from ...gpu.pointers import Described
 
 DIMENSIONS = "bpnh"  # dimensions of scales: sequences, pages, slots, heads
@@ -35,6 +36,14 @@ def key_format(k: Tensor) -> str:
 def converts_e4m3(k: Tensor) -> bool:
     arch = describe_device(k.device).arch
     return arch.startswith("sm_") and int(arch[3:]) >= NATIVE_E4M3
+
+
+def in_pairs(k: Tensor, q_dtype: torch.dtype) -> bool:
+    """Whether kernels read two features of k or v as one word. AMD's compiler was not measured with words; products in
+    float32 gain nothing.
+    """
+    known = k.is_cpu or describe_device(k.device).arch.startswith("sm_")
+    return is_eight_bit(k) and known and q_dtype is not torch.float32 and alignment(k) % 2 == 0 and k.shape[-1] % 2 == 0
 
 
 def descales(t: Tensors) -> dict[str, Tensor | None]:
@@ -68,7 +77,8 @@ def constants(t: Tensors) -> dict[str, Any]:
     kinds, values = scale_kinds(descales(t)), ""
     if kinds["V_SCALES"] == "key" and t.q.dtype is torch.float16:
         values = "fp32" if t.q.is_cpu else "bf16x2"
-    return {"KEY_FORMAT": key_format(t.k), "VALUES": values, **kinds}
+    ptx = describe_device(t.k.device).arch.startswith("sm_")
+    return {"KEY_FORMAT": key_format(t.k), "PTX": is_eight_bit(t.k) and ptx, "VALUES": values, **kinds}
 
 
 def scale_kinds(views: Mapping[str, Tensor | None]) -> dict[str, str]:
