@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from transformers.utils import logging  # pyright: ignore - optional
 
 from ... import MaskMod
-from ...api.attention import attention
+from ...api import attention as api
 from ...errors import ArgumentError
+from .cache import attend_stored, is_eight_bit
 from .mask import TileMask
 from .offsets import Offsets, attend_packed, is_packed, window_within
 
@@ -93,10 +94,17 @@ def tile_attention(
     return attention(query, key, value, bias=bias, **settings).transpose(1, 2), None
 
 
+def attention(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
+    """`flashtile.attention`, of a cache of 8 bits too."""
+    if is_eight_bit(key, value):
+        return attend_stored(query, key, value, settings)  # pyright: ignore - both are EightBitKeys
+    return api.attention(query, key, value, **settings)
+
+
 def of_one_batch(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors with a batch of one expanded to the others' batch."""
     batch = max(x.shape[0] for x in tensors)
-    return tuple(x.expand(batch, -1, -1, -1) if x.shape[0] == 1 else x for x in tensors)
+    return tuple(x if x.shape[0] == batch else x.expand(batch, -1, -1, -1) for x in tensors)
 
 
 def by_pattern(
@@ -113,6 +121,7 @@ def by_pattern(
     if pattern is None:
         return attention(query, key, value, mask=as_function(mask, query), bias=bias, **settings)
     apart = pattern.chunk is not None or pattern.packed is not None or pattern.padding is not None
+    apart = apart and not is_eight_bit(key, value)  # which are not packed
     if apart and bias is None and not torch.compiler.is_compiling():  # segments are read back
         segments = mask.segments()
         if segments is not None:
