@@ -270,6 +270,10 @@ def backends() -> str:
         "head dimension 192 with values of 128": ({"head_dim": 192}, None),
         "head dimension 512": ({"head_dim": 512, "head_dim_v": 512}, None),
         "head dimension 1024": ({"head_dim": 1024, "head_dim_v": 1024}, None),
+        "head dimension 576 with `v_dim` 512": (
+            {"layout": "varlen", "num_heads_kv": 1, "head_dim": 576, "head_dim_v": 512, "latent": True},
+            None,
+        ),
         "grouped heads": ({"num_heads_kv": 2}, None),
         "causal": ({"window": Window(None, 0)}, None),
         "sliding window": ({"window": Window(1023, 0)}, None),

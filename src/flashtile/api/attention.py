@@ -11,6 +11,7 @@ from ..call.cache import CacheCall
 from ..call.cache_tensors import CacheTensors
 from ..call.window import ExactWindow as ExactWindow  # part of the interface, as the functions are
 from ..dispatch.cache_operator import attend_with_cache
+from .latent import cache_with_query_of_values, values_of, with_query_of_values
 from .normalize import lengths_of, normalize
 from .out import direct_out
 from .public_call import Request, public_call
@@ -158,7 +159,7 @@ def attention(
 def attention_varlen(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None,
     *,
@@ -169,7 +170,7 @@ def attention_varlen(
 def attention_varlen(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None,
     *,
@@ -180,7 +181,7 @@ def attention_varlen(
 def attention_varlen(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None,
     *,
@@ -192,7 +193,7 @@ def attention_varlen(
 def attention_varlen(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None,
     *more: Any,
@@ -203,6 +204,8 @@ def attention_varlen(
     page_table: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    v_dim: int | None = None,
+    qv: Tensor | None = None,
     causal: Causal = False,
     window: WindowArgument = None,
     attention_chunk: int | None = None,
@@ -237,7 +240,7 @@ def attention_varlen(
             past `cu_seqlens_q[-1]` give 0.
         k: keys `[Tk, Hkv, D]`, of q's dtype and device; with `page_table`, pages `[num_pages, page_size, Hkv, D]`, in
             8 bits too.
-        v: values `[Tk, Hkv, Dv]`, or pages `[num_pages, page_size, Hkv, Dv]`.
+        v: values `[Tk, Hkv, Dv]`, or pages `[num_pages, page_size, Hkv, Dv]`; `None` with `v_dim`.
         cu_seqlens_q: int32 or int64 `[B + 1]`, offsets of the sequences in q, starting with 0 and never falling.
         cu_seqlens_k: the same for k; may be `None` if both `page_table` and `seqused_k` are given.
         max_seqlen_q: an int, at least the longest sequence's queries; `None` stands for all tokens, and reads nothing
@@ -251,6 +254,13 @@ def attention_varlen(
         k_descale, v_descale: float32, the scales of pages in float8_e4m3fn, float8_e5m2 or int8, which multiply what
             is read: `[Hkv]`, `[B, Hkv]`, `[num_pages, Hkv]` or `[num_pages, page_size, Hkv]`; 1 if `None`. Such calls
             have no gradients.
+        v_dim: an int, the values are that many of k's first columns, `v = k[..., :v_dim]`, which are loaded once; as
+            those of a latent cache (DeepSeek-AI, "DeepSeek-V2", section 2.1). Outside of `torch.compile`, a v that is
+            such a view and narrower than k means the same. Pass `scale`: the default, `D ** -0.5` of all columns, is no
+            model's, whose heads have other widths before the projections are absorbed.
+        qv: `[Tq, Hq, Dv]`, a second part of the queries, against the values: scores are `scale * (<q, k> + <qv, v>)`,
+            with `scale` `(D + Dv) ** -0.5` by default. Rows of v and k that lie one behind the other, as
+            `kv[..., :Dv]` and `kv[..., Dv:]`, are read as they are; others are copied together.
         mask, bias: as in `attention`; tensors are against `[B, Hq, max_seqlen_q, max_seqlen_k]`.
 
     The other arguments: as in `attention`.
@@ -266,6 +276,10 @@ def attention_varlen(
     """
     if more or unknown:
         refuse("attention_varlen", more, unknown)
+    if qv is not None:
+        q, k, v_dim, _ = with_query_of_values("attention_varlen", q, k, v, qv)
+        v = None
+    v, v_descale, v_dim = values_of("attention_varlen", k, v, k_descale, v_descale, v_dim)
     tensors = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
     tensors |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     tensors |= {"seqused_q": seqused_q, "seqused_k": seqused_k, "page_table": page_table}
@@ -291,6 +305,7 @@ def attention_varlen(
         backend=backend,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
+        v_dim=v_dim,
     )
     return Request(call, return_lse, out, direct)
 
@@ -299,7 +314,7 @@ def attention_varlen(
 def attention_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     *,
     return_lse: Literal[False] = False,
     **keywords: Unpack[CacheKeywords],
@@ -317,7 +332,7 @@ def attention_with_kvcache(
 def attention_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     *more: Any,
     cache_seqlens: Lengths,
     page_table: Tensor | None = None,
@@ -334,6 +349,8 @@ def attention_with_kvcache(
     rotary_q_fixed: bool = False,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    v_dim: int | None = None,
+    qv: Tensor | None = None,
     causal: Causal = False,
     window: WindowArgument = None,
     attention_chunk: int | None = None,
@@ -374,7 +391,7 @@ def attention_with_kvcache(
         k_cache: `[B_cache, Hkv, S_max, D]`, or with `page_table` pages `[num_pages, page_size, Hkv, D]`, of any page
             size (Kwon et al., "PagedAttention", section 4.1); any strides; q's device, and its dtype or float8_e4m3fn,
             float8_e5m2 or int8, in which new keys are quantized.
-        v_cache: the same with Dv.
+        v_cache: the same with Dv; `None` with `v_dim`.
         cache_seqlens: int32 or int64 `[B]`, as all lengths and indices here, or an int for all; keys in each sequence's
             cache before this call.
         page_table: int32 `[B, max_pages]`, as in `attention_varlen`; with `cache_batch_idx`, any number of rows.
@@ -396,6 +413,9 @@ def attention_with_kvcache(
             each head, `[Hkv]` or `[B, Hkv]`, for each page and head, `[num_pages, Hkv]`, or for each token and head,
             `[B_cache, Hkv, S_max]` or `[num_pages, page_size, Hkv]`: these are computed for new tokens, and written in
             place.
+        v_dim: as in `attention_varlen`: values are columns of k_cache, and k alone is appended. `v_descale` is
+            k_descale, and not given.
+        qv: as in `attention_varlen`, in the shape of q with Dv. k and v are appended as they are without it.
 
     The other arguments: as in `attention`; `mask` and `bias` broadcast to `[B, H, Sq, S_max]` (pages:
     `max_pages * page_size`).
@@ -416,17 +436,24 @@ def attention_with_kvcache(
         cache_seqlens = lengths_of("cache_seqlens", cache_seqlens, q, cu_seqlens_q)
     if rotary_start is not None and not isinstance(rotary_start, Tensor):
         rotary_start = lengths_of("rotary_start", rotary_start, q, cu_seqlens_q)
+    if qv is not None:
+        joined, k = cache_with_query_of_values(q, k_cache, v_cache, k, v, qv, rotary_cos)
+        (q, k_cache, v_dim, _), v_cache, v = joined, None, None
+    values: Tensor
+    values, v_descale, v_dim = values_of(
+        "attention_with_kvcache", k_cache, v_cache, k_descale, v_descale, v_dim, appends=v is not None
+    )
     cache = CacheTensors(
-        k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, leftpad_k, rotary_start, cu_seqlens_k_new, k, v,
+        k_cache, values, cache_seqlens, page_table, cache_batch_idx, leftpad_k, rotary_start, cu_seqlens_k_new, k, v,
         rotary_cos, rotary_sin, k_descale, v_descale,
     )  # fmt: skip
     rotary = rotary_of(rotary_interleaved, rotary_q_fixed)
-    tensors = {"q": q, "k": k_cache, "v": v_cache, "mask": mask, "bias": bias}
+    tensors = {"q": q, "k": k_cache, "v": values, "mask": mask, "bias": bias}
     tensors |= {"alibi_slopes": alibi_slopes, "sinks": sinks, "cu_seqlens_q": cu_seqlens_q}
     direct = None
     if out is not None:
         inputs = (*tensors.values(), *cache, score_mod)
-        direct = direct_out("attention_with_kvcache", out, q, v_cache, inputs)
+        direct = direct_out("attention_with_kvcache", out, q, values, inputs)
         if direct is not None:
             tensors["out"] = direct
     call = normalize(
@@ -444,5 +471,6 @@ def attention_with_kvcache(
         backend=backend,
         num_splits=num_splits,
         cache=cache,
+        v_dim=v_dim,
     )
     return Request(CacheCall(call, cache, rotary), return_lse, out, direct, attend_with_cache)

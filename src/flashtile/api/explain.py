@@ -19,6 +19,7 @@ from ..call.words import in_words
 from ..dispatch.launches import launches_of, tangent_tiles_of, tiles_of, unsplit
 from ..dispatch.planner import candidates, plan
 from ..errors import BackendError
+from .latent import values_of, with_query_of_values
 from .mask_blocks import in_words as blocks_in_words
 from .mask_blocks import mask_blocks
 from .normalize import normalize
@@ -126,7 +127,7 @@ class Explanation:
 def explain(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     **keywords: Any,
@@ -163,7 +164,8 @@ def explain(
     along = plan(problem, q.device, call.settings.backend, moves=QKV)
     pairs = pairs_of(call, problem)
     flops = forward_flops(pairs, problem.head_dim, problem.head_dim_v)
-    inputs = sum(x.numel() * x.element_size() for x in call.tensors.flat() if x is not None)
+    separate = call.tensors._replace(v=None) if problem.latent else call.tensors  # its bytes are those of k
+    inputs = sum(x.numel() * x.element_size() for x in separate.flat() if x is not None)
     rows = q.numel() // max(problem.head_dim, 1)
     moved = least_bytes(inputs, rows, problem.head_dim_v, q.element_size())
     rates = machine(q.device, q.dtype)
@@ -233,7 +235,7 @@ def kernels_in_words(call: Call, forward: Plan, backward: tuple[Plan, Needs] | N
 
 
 def described_call(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, keywords: dict[str, Any]
+    q: Tensor, k: Tensor, v: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, keywords: dict[str, Any]
 ) -> Call:
     """The normalized call of a public function's arguments; `refuse` answers what it does not take."""
     layout = DENSE if cu_q is None else VARLEN
@@ -243,14 +245,21 @@ def described_call(
     )
     defaults |= {"causal": False, "dropout_p": 0.0, "backend": "auto"}
     if cu_q is not None:
-        defaults |= {"max_seqlen_q": None, "max_seqlen_k": None}
-    known = {*tensor_names, *defaults, "return_lse", "out"}
+        defaults |= {"max_seqlen_q": None, "max_seqlen_k": None, "v_dim": None}
+    known = {*tensor_names, *defaults, "return_lse", "out"} | ({"qv"} if cu_q is not None else set())
     if unknown := {name: value for name, value in keywords.items() if name not in known}:
         refuse("attention" if cu_q is None else "attention_varlen", (), unknown)
     tensors = {"q": q, "k": k, "v": v} | {name: keywords.get(name) for name in tensor_names}
     if cu_q is not None:
         tensors |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
     arguments = defaults | {name: value for name, value in keywords.items() if name in defaults}
+    if cu_q is not None:
+        if (qv := keywords.get("qv")) is not None:
+            tensors["q"], tensors["k"], arguments["v_dim"], _ = with_query_of_values("attention_varlen", q, k, v, qv)
+            tensors["v"] = None
+        keys, values, of_k, of_v = (tensors[name] for name in ("k", "v", "k_descale", "v_descale"))
+        found = values_of("attention_varlen", keys, values, of_k, of_v, arguments["v_dim"])
+        tensors["v"], tensors["v_descale"], arguments["v_dim"] = found
     return normalize("attention" if cu_q is None else "attention_varlen", tensors, **arguments)
 
 

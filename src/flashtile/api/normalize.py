@@ -43,11 +43,13 @@ def normalize(
     max_seqlen_q: Any = None,
     max_seqlen_k: Any = None,
     num_splits: Any = None,
+    v_dim: int | None = None,
     cache: CacheTensors | None = None,
     whole: bool = True,
 ) -> Call:
     """The call of a public function's arguments. `tensors` holds those that are tensors as they stand; of a KV cache,
-    k and v are the caches, and what else it has is in `cache`. Without `whole`, they have a part of the positions.
+    k and v are the caches, and what else it has is in `cache`. With `v_dim`, v is as many of k's first columns. Without
+    `whole`, they have a part of the positions.
     """
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -71,6 +73,8 @@ def normalize(
     tensors = in_autocast_dtype(tensors, REQUIRED[:3] if cache is None else REQUIRED[:1])
     tensors = in_score_dtype(tensors)
     settings = settings_of(function, q.shape[-1] if q.dim() > 0 else 1, *scalars)
+    if v_dim is not None:
+        settings = settings._replace(v_dim=v_dim)
     if not private_torch.known(settings.dropout_p == 0):
         seed = seed_of(function, dropout_seed, q.device)
         same_place(function, q, {"dropout_seed": seed})

@@ -18,6 +18,7 @@ from ..call.window import ExactWindow
 from ..expression import MaskMod, ScoreMod
 from ..expression.modifier import Modifier
 from ..expression.reads import Reads
+from .latent import is_view_of_keys, may_be_view
 from .normalize import constants, lengths_of, seed_of
 from .out import direct_out
 
@@ -27,6 +28,7 @@ CACHES = {"k": "k_cache", "v": "v_cache"}  # the keys and values of a call with 
 FIELDS_WITH_CACHE = (*(CACHES.get(name, name) for name in FIELDS), *CacheTensors._fields)
 FUNCTIONS = (("score_mod", ScoreMod), ("mask", MaskMod))  # in the order of their tensors
 LENGTHS = ("cache_seqlens", "rotary_start")
+VALUES = ("v", "v_cache", "v_descale")  # those of k with v_dim
 Values = Sequence[Any]
 
 
@@ -88,15 +90,21 @@ class Sources(NamedTuple):
     made: tuple[Made, ...]
     out: int | None  # the argument that the results are written into
     scalars: tuple[int, ...]  # the other arguments
+    view: tuple[int, int, bool] | None  # arguments k and v, and whether v is a view of k; `None` if it cannot be one
 
     @property
     def only_arguments(self) -> bool:
-        return not (self.functions or self.casts or self.made or self.out is not None)
+        others = self.out is not None or self.view is not None
+        return not (self.functions or self.casts or self.made or others)
 
     def captured(self, values: Values, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         """The tensors among the arguments, with the functions' tensors behind them; `None` if a function is another
-        one, or an argument is a tensor now.
+        one, an argument is a tensor now, or v is a view of k where it was none, or is none now.
         """
+        if self.view is not None:
+            k, v, is_view = self.view
+            if (values[k].data_ptr() == values[v].data_ptr()) is not is_view:
+                return None
         for one in self.made:
             if one.argument is not None and isinstance(values[one.argument], Tensor):
                 return None
@@ -109,11 +117,6 @@ class Sources(NamedTuple):
 
     def complete(self, function: str, values: Values, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         """All columns, from what `captured` returns; `None` if kernels may not write into `out`."""
-        if self.out is not None:
-            others = (*values[: self.out], *values[self.out + 1 :])
-            value = tensors[self.places.index(FIELDS.index("v"))]
-            if direct_out(function, values[self.out], tensors[0], value, others) is None:
-                return None
         if self.casts:
             cast = list(tensors)
             for n, dtype in self.casts:
@@ -122,6 +125,11 @@ class Sources(NamedTuple):
         for one in self.made:
             value = None if one.argument is None else values[one.argument]
             tensors += (one.make(value, tensors[0], values),)
+        if self.out is not None:
+            others = (*values[: self.out], *values[self.out + 1 :])
+            v = tensors[self.places.index(FIELDS.index("v"))]
+            if direct_out(function, values[self.out], tensors[0], v, others) is None:
+                return None
         return tensors
 
 
@@ -129,6 +137,8 @@ def sources_of(function: str, call: Call, values: Values, names: Sequence[str]) 
     """The sources of a normalized call with these arguments; `None` if it has others."""
     argument_of, inputs = {name: n for n, name in enumerate(names)}, call.inputs
     fields = FIELDS_WITH_CACHE if isinstance(call, CacheCall) else FIELDS
+    if "qv" in argument_of and values[argument_of["qv"]] is not None:  # whose q and k are made of two each
+        return None
     direct: dict[int, list[int]] = {}  # places of each argument
     casts: dict[int, torch.dtype] = {}
     made: dict[int, Made] = {}  # by place
@@ -142,6 +152,11 @@ def sources_of(function: str, call: Call, values: Values, names: Sequence[str]) 
             direct.setdefault(n, []).append(place)
         elif name == "dropout_seed":
             made[place] = Made(n, lambda seed, q, _: seed_of(function, seed, q.device))
+        elif name in VALUES and (v_dim := call.settings.v_dim) is not None:
+            of_k = argument_of.get("k_descale") if name == "v_descale" else argument_of[fields[1]]
+            if of_k is None or values[of_k].dtype != x.dtype:  # autocast has made k another tensor
+                return None
+            made[place] = Made(None, values_maker(of_k, None if name == "v_descale" else v_dim))
         elif name in LENGTHS:
             made[place] = Made(n, lengths_maker(name, argument_of.get("cu_seqlens_q")))
         else:
@@ -168,7 +183,21 @@ def sources_of(function: str, call: Call, values: Values, names: Sequence[str]) 
         made=tuple(made.values()),
         out=out if out in direct else None,
         scalars=scalars,
+        view=view_of(argument_of, values, (fields[1], fields[2])),
     )
+
+
+def view_of(argument_of: dict[str, int], values: Values, names: tuple[str, str]) -> tuple[int, int, bool] | None:
+    """`Sources.view` of the arguments that are keys and values."""
+    k, v = (argument_of.get(name) for name in names)
+    if k is None or v is None or not isinstance(values[v], Tensor) or not may_be_view(values[k], values[v]):
+        return None
+    return k, v, is_view_of_keys(values[k], values[v])
+
+
+def values_maker(argument: int, v_dim: int | None) -> Callable[[Any, Tensor, Values], Tensor]:
+    """What makes the values of their first columns, or the scales of values, of the keys' argument."""
+    return lambda _, q, values: values[argument] if v_dim is None else values[argument][..., :v_dim]
 
 
 def lengths_maker(name: str, offsets: int | None) -> Callable[[Any, Tensor, Values], Tensor]:

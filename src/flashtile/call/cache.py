@@ -72,8 +72,8 @@ def paged_call(call: Call, cache: CacheTensors) -> Call:
     features, entry = call.tensors, call.entry
     settings = None if entry is None else entry.paged
     if settings is None:
-        check_cache(cache, features)
-        if cache.k is not None and cache.v is not None:
+        check_cache(cache, features, v_dim=call.settings.v_dim)
+        if cache.k is not None:
             check_writable(entry, cache.k_cache, cache.v_cache, cache.k, cache.v)
     batch = cache.cache_seqlens.shape[0]
     k_pages, v_pages, table = as_pages(cache, batch)
@@ -103,12 +103,13 @@ def append_and_rotate(cache_call: CacheCall) -> Call:
     batch = cache.cache_seqlens.shape[0]
     if batch == 0:  # packed tensors may still have tokens: of no sequence
         return call
-    if cache.k is not None and cache.v is not None:
+    if cache.k is not None:
         tokens = new_tokens(cache.k, new_offsets(cache, t), batch)
         position = held(cache)[tokens.sequence] + tokens.place  # [T]
         turn = position if cache.rotary_start is None else cache.rotary_start[tokens.sequence] + tokens.place
         k = rotated(cache.k, turn, cache, rotary)
-        append(t, tokens_of(k), tokens_of(cache.v), tokens, position, writes_descales(cache))
+        v = None if cache.v is None else tokens_of(cache.v)
+        append(t, tokens_of(k), v, tokens, position, writes_descales(cache))
     if cache.rotary_cos is None:
         return call
     tokens = new_tokens(t.q, t.cu_seqlens_q, batch)
@@ -223,11 +224,11 @@ def rotated(x: Tensor, position: Tensor, cache: CacheTensors, rotary: RotarySett
 
 
 def append(
-    pages: Tensors, k: Tensor, v: Tensor, tokens: NewTokens, position: Tensor, writes_descale: tuple[bool, bool]
+    pages: Tensors, k: Tensor, v: Tensor | None, tokens: NewTokens, position: Tensor, writes_descale: tuple[bool, bool]
 ) -> None:
     """Write tokens `k [T, Hkv, D]`, `v [T, Hkv, Dv]` at their positions in `pages`, quantized if those have 8 bits.
-    What has no place in the cache is dropped: its write becomes a second copy of one that has a place, or of what
-    stands there already.
+    Without v, values are columns of k. What has no place in the cache is dropped: its write becomes a second copy of
+    one that has a place, or of what stands there already.
     """
     table = pages.page_table
     assert table is not None
@@ -250,6 +251,8 @@ def append(
         (pages.k, k, pages.k_descale, writes_descale[0]),
         (pages.v, v, pages.v_descale, writes_descale[1]),
     ):
+        if new is None:
+            continue
         if not eight_bit.is_eight_bit(cache):
             write(cache, new)
             continue

@@ -67,9 +67,10 @@ def check_positions(cache: CacheTensors, features: Tensors, lengths: list[int]) 
         raise ArgumentError("rotary_cos", cache.rotary_cos, accepted, EXAMPLE)
 
 
-def check_writable(entry: Any, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
-    """Whether `k` and `v` can be written into the caches without changing others, or themselves. The entry of the
-    call, or `None`, has distances between tensors of these layouts that do not overlap.
+def check_writable(entry: Any, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor | None) -> None:
+    """Whether `k` and `v` can be written into the caches without changing others, or themselves. Without `v`, values
+    are columns of k_cache. The entry of the call, or `None`, has distances between tensors of these layouts that do not
+    overlap.
     """
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if is_frozen(x):
@@ -78,14 +79,14 @@ def check_writable(entry: Any, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: T
     known: set[tuple[int, ...]] = set() if entry is None else entry.apart
     place = k_cache.data_ptr()
     between = v_cache.data_ptr() - place
-    distances = between, k.data_ptr() - place, v.data_ptr() - place
+    distances = between, k.data_ptr() - place, 0 if v is None else v.data_ptr() - place
     if distances in known:
         return
     if (between,) not in known:
-        check_caches_apart(k_cache, v_cache)
+        check_caches_apart(k_cache, None if v is None else v_cache)
     for name, new in (("k", k), ("v", v)):
         for cache in (k_cache, v_cache):
-            if not apart(new, cache) and overlap(new, cache):
+            if new is not None and not apart(new, cache) and overlap(new, cache):
                 accepted = "new tokens that share no element with a cache; `.clone()` of them"
                 raise ArgumentError(name, new, accepted, EXAMPLE)
     if len(known) >= MOST_DISTANCES:
@@ -93,18 +94,20 @@ def check_writable(entry: Any, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: T
     known.update(((between,), distances))
 
 
-def check_caches_apart(k_cache: Tensor, v_cache: Tensor) -> None:
+def check_caches_apart(k_cache: Tensor, v_cache: Tensor | None) -> None:
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if overlaps_itself(x):
+        if x is not None and overlaps_itself(x):
             accepted = f"a cache of which no two elements share memory, when appending; its strides are {x.stride()}"
             raise ArgumentError(name, x, accepted, EXAMPLE)
-    if overlap(k_cache, v_cache):
+    if v_cache is not None and overlap(k_cache, v_cache):
         accepted = "a cache that shares no element with k_cache, when appending; both may be parts of one tensor"
         raise ArgumentError("v_cache", v_cache, accepted, EXAMPLE)
 
 
-def check_cache(cache: CacheTensors, features: Tensors) -> None:
-    """Shapes, dtypes and devices of what only a KV-cache call has; the rest is checked as for every call."""
+def check_cache(cache: CacheTensors, features: Tensors, *, v_dim: int | None = None) -> None:
+    """Shapes, dtypes and devices of what only a KV-cache call has; the rest is checked as for every call. With `v_dim`,
+    values are columns of the keys.
+    """
     q = features.q
     memory({"q": q} | cache._asdict(), "paged")
 
@@ -146,9 +149,11 @@ def check_cache(cache: CacheTensors, features: Tensors) -> None:
             descale(name, x, cache.k_cache, batch, paged=paged, example=EXAMPLE)
             if cache.k is not None and is_by_token(x, cache.k_cache):
                 check_written_descale(name, x)
-    if (cache.k is None) != (cache.v is None):
+    if v_dim is not None and cache.v is not None:
+        fail("v", "None with v_dim: the new values are columns of k")
+    if v_dim is None and (cache.k is None) != (cache.v is None):
         fail("k" if cache.k is None else "v", "both k and v, or neither")
-    if cache.k is not None and cache.v is not None:
+    if cache.k is not None:
         check_appended(cache, features, heads_kv, batch)
     elif cache.cu_seqlens_k_new is not None:
         fail("cu_seqlens_k_new", "None without k and v")
@@ -180,7 +185,6 @@ def check_appended(cache: CacheTensors, features: Tensors, heads_kv: int, batch:
     """New keys and values: packed by offsets of their own, or like q, or as many of each sequence."""
     k, v = cache.k, cache.v
     assert k is not None
-    assert v is not None
     if cache.cu_seqlens_k_new is not None:
         leading, rank, first = "[T_new, Hkv, {}] with cu_seqlens_k_new, of", 3, k.shape[0] if k.dim() else 0
     elif features.cu_seqlens_q is not None and k.dim() != 4:
@@ -188,6 +192,8 @@ def check_appended(cache: CacheTensors, features: Tensors, heads_kv: int, batch:
     else:
         leading, rank, first = "[B, Hkv, S_new, {}] with B = {},", 4, batch
     for name, x, dim, width in (("k", k, "D", cache.k_cache.shape[-1]), ("v", v, "Dv", cache.v_cache.shape[-1])):
+        if x is None:
+            continue
         fits = x.dim() == rank and x.shape[0] == first and x.shape[1] == heads_kv and x.shape[-1] == width
         if not fits or x.shape[:-1] != k.shape[:-1]:
             accepted = f"{leading.format(dim, first)} Hkv = {heads_kv}, {dim} = {width}"

@@ -33,7 +33,7 @@ FEATURES = ["cu_seqlens_q", *(name for name, x in FEATURES_OF_CALLS.items() if C
 OF_CACHE = [field for field in SETTINGS if field.in_layout(CACHE)]
 SCHEMA = ", ".join(
     (
-        "Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens",
+        "Tensor q, Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor cache_seqlens",
         *(f"Tensor{WRITTEN.get(name, '')}? {name}" for name in (*OPTIONAL_CACHE, *FEATURES)),
         f"{TENSOR_LIST} score_mod_tensors",
         *(f"bool rotary_{name}" for name in RotarySettings._fields),
@@ -45,7 +45,9 @@ SCHEMA = ", ".join(
 def arguments(
     q: Tensor, cache: CacheTensors, features: Tensors, settings: Settings, rotary: RotarySettings
 ) -> list[Any]:
-    """A call as the operator takes it."""
+    """A call as the operator takes it. Values that are columns of k are no argument: it writes into each only once."""
+    if settings.v_dim is not None:
+        cache = cache._replace(v_cache=None, v_descale=None)
     optional = (getattr(features, name) for name in FEATURES)
     scalars = (getattr(settings, field.name) for field in OF_CACHE)
     return [q, *cache, *optional, list(features.score_mod_tensors) or None, *rotary, *scalars]
@@ -90,8 +92,10 @@ def call_of(q: Tensor, *operands: Any) -> CacheCall:
     rest = values[len(CacheTensors._fields) :]
     named = dict(zip(FEATURES, rest, strict=False))
     modifiers, interleaved, q_fixed, *scalars = rest[len(FEATURES) :]
-    features = Tensors(q, cache.k_cache, cache.v_cache, score_mod_tensors=modifiers or (), **named)
     settings = Settings(**dict(zip([field.name for field in OF_CACHE], scalars, strict=True)))
+    if settings.v_dim is not None:
+        cache = cache._replace(v_cache=cache.k_cache[..., : settings.v_dim], v_descale=cache.k_descale)
+    features = Tensors(q, cache.k_cache, cache.v_cache, score_mod_tensors=modifiers or (), **named)
     return CacheCall(Call(features, settings), cache, RotarySettings(interleaved, q_fixed))
 
 
@@ -106,7 +110,7 @@ def run_with_cache(call: CacheCall) -> tuple[Tensor, Tensor]:
     """The operator's own work."""
     call.entry = call.entry or fast_path.find_call(call)
     cache = call.cache
-    if cache.k is None or cache.v is None:
+    if cache.k is None:
         return public_lse(call, run_forward(call))
     if call.entry is not None and call.entry.paged is not None:  # else the checks of a new layout do
         check_writable(call.entry, cache.k_cache, cache.v_cache, cache.k, cache.v)
@@ -115,8 +119,10 @@ def run_with_cache(call: CacheCall) -> tuple[Tensor, Tensor]:
     return results
 
 
-def fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    out = new_rows(q, q.shape[1], v_cache.shape[-1], q.dtype)
+def fake(*operands: Any) -> tuple[Tensor, Tensor]:
+    call = call_of(*operands)
+    q = call.tensors.q
+    out = new_rows(q, q.shape[1], call.cache.v_cache.shape[-1], q.dtype)
     return out, q.new_empty(lse_shape(q), dtype=accumulation_dtype(q.dtype))
 
 

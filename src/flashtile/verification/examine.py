@@ -23,6 +23,7 @@ from ..call.device import describe_device
 from ..errors import BackendError
 from ..testing.case import Case
 from ..testing.generate import random_case
+from ..testing.latent import maybe_latent
 from ..testing.long import LONGEST, long_case
 from ..testing.moving import moving
 from ..testing.oracle import solve
@@ -280,7 +281,8 @@ def case_of(problems: Problems, number: Number) -> Case:
         return long_case(seed, device=device, dtypes=dtypes, longest=problems.longest)
     values = None if problems.captured is None else Source.load(problems.captured)
     on_hopper = is_hopper(device)
-    return random_case(seed, device=device, dtypes=dtypes, values=values, variation=variation, on_hopper=on_hopper)
+    case = random_case(seed, device=device, dtypes=dtypes, values=values, variation=variation, on_hopper=on_hopper)
+    return maybe_latent(case)
 
 
 def is_hopper(device: torch.device) -> bool:

@@ -56,7 +56,8 @@ class CacheRecording:
             if len(held) > MOST_APPENDED_ALONE and min(held) < max(held):
                 return None
             for cache, new in (("k_cache", "k"), ("v_cache", "v")):
-                append(inputs[PLACES[cache]], inputs[PLACES[new]], held)  # type: ignore[arg-type]
+                if inputs[PLACES[new]] is not None:  # with v_dim there is no v
+                    append(inputs[PLACES[cache]], inputs[PLACES[new]], held)  # type: ignore[arg-type]
         sequences = self.launch.lengths.table.copy()
         sequences[:-1, SEQLEN_K] = [n + self.appended for n in held]
         splits = used_splits(self.launch.splits, self.launch.least_splits, longest)

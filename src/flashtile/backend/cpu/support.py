@@ -16,8 +16,8 @@ from .targets import misconfigured
 
 __all__ = ["misconfigured"]  # which is about targets
 
-SUMMARY = "LLVM kernels for CPUs, generated from Python: every feature, head dimensions to 512"
-MAX_HEAD_DIM = 512
+SUMMARY = "LLVM kernels for CPUs, generated from Python: every feature, head dimensions to 576"
+MAX_HEAD_DIM = 576
 OLDEST_LLVMLITE = (0, 45)  # before, pointers have types
 MACHINES = ("x86_64", "amd64", "arm64", "aarch64")
 # Query rows of a task: as many as leave its queries, its outputs and a block of keys in the second-level cache.

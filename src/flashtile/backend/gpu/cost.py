@@ -103,4 +103,7 @@ def rows_bytes(problem: Problem) -> float:
     """Bytes of q, k, v and the results."""
     p, (batch, rows, keys) = problem, problem.counts
     of_row, of_key = p.dtype.itemsize, p.dtype.itemsize if p.eight_bit is None else 1
-    return batch * (p.num_heads_q * rows * of_row + p.num_heads_kv * keys * of_key) * (p.head_dim + p.head_dim_v)
+    both = p.head_dim + p.head_dim_v
+    return batch * (
+        p.num_heads_q * rows * of_row * both + p.num_heads_kv * keys * of_key * (both - p.latent * p.head_dim_v)
+    )

@@ -106,12 +106,13 @@ def append_kernel(
             if CONFIG.KEY_FORMAT != "":
                 y = quantized_token(y, k_descale, b, page, slot, head, exists, K_SCALES, CONFIG)
             tl.store(cache_pointer(k_cache, page, slot, head) + d, y, mask=d < tl.where(exists, D, 0))
-            dv = tl.arange(0, CONFIG.BLOCK_DV)
-            x = head_pointer(new_v, b, head, 1) + token * elements(new_v.stride_m, 1)
-            values = tl.load(x + dv, mask=dv < tl.where(exists, DV, 0), other=0.0)
-            if CONFIG.KEY_FORMAT != "":
-                values = quantized_token(values, v_descale, b, page, slot, head, exists, V_SCALES, CONFIG)
-            tl.store(cache_pointer(v_cache, page, slot, head) + dv, values, mask=dv < tl.where(exists, DV, 0))
+            if new_v.data is not None:  # else values are columns of k
+                dv = tl.arange(0, CONFIG.BLOCK_DV)
+                x = head_pointer(new_v, b, head, 1) + token * elements(new_v.stride_m, 1)
+                values = tl.load(x + dv, mask=dv < tl.where(exists, DV, 0), other=0.0)
+                if CONFIG.KEY_FORMAT != "":
+                    values = quantized_token(values, v_descale, b, page, slot, head, exists, V_SCALES, CONFIG)
+                tl.store(cache_pointer(v_cache, page, slot, head) + dv, values, mask=dv < tl.where(exists, DV, 0))
 
 
 @triton.jit

@@ -1,0 +1,146 @@
+"""Values that are the first columns of the keys, as in DeepSeek's latent attention with absorbed projections.
+
+`v_dim` says so, and a narrower view of k shows it by its address. Queries of their own for the values (`qv`) take the
+same form: rows of v and k together.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..call.memory import address
+from ..errors import ArgumentError, call_of
+from .settings import as_int
+
+UNALIGNED = 1  # `address` of a tensor that has none
+
+
+class Values(NamedTuple):
+    """The values of a call and their scales; where they are the first columns of k, their number."""
+
+    v: Any
+    v_descale: Any
+    v_dim: int | None
+
+
+def values_of(
+    function: str, k: Any, v: Any, k_descale: Any, v_descale: Any, v_dim: Any, *, appends: bool = False
+) -> Values:
+    """The values of a call; `appends` where it has new ones, too, which a view of k cannot hold.
+
+    Raises:
+        ArgumentError: `v_dim` is no number of columns, or there are values or scales of values beside it.
+    """
+    if not isinstance(k, Tensor) or k.dim() == 0:
+        return Values(v, v_descale, None)  # the error is k's
+    if v_dim is None:
+        is_view = not appends and k_descale is v_descale and is_view_of_keys(k, v)
+        return Values(v, v_descale, v.shape[-1] if is_view else None)
+    name = "v_cache" if function == "attention_with_kvcache" else "v"
+    if v is not None:
+        raise ArgumentError(name, v, "None with v_dim: the values are the first columns of k", example(function))
+    if v_descale is not None and v_descale is not k_descale:
+        accepted = "None with v_dim: the values have the scales of k"
+        raise ArgumentError("v_descale", v_descale, accepted, example(function))
+    columns = as_int(v_dim)
+    if columns is None or not 1 <= columns <= k.shape[-1]:
+        accepted = f"an int from 1 to {k.shape[-1]}, the columns of k that are its values; or None"
+        raise ArgumentError("v_dim", v_dim, accepted, example(function))
+    return Values(k[..., :columns], k_descale, columns)
+
+
+def example(function: str) -> str:
+    if function == "attention_varlen":
+        return "flashtile.attention_varlen(q, k, None, cu_seqlens_q, cu_seqlens_k, v_dim=512, scale=192**-0.5)"
+    return call_of(function, "v_dim=512, scale=192**-0.5").replace("v_cache", "None")
+
+
+def may_be_view(k: Tensor, v: Tensor) -> bool:
+    """Whether v is the first columns of k if it begins where k does: its rows are narrower, and as far apart."""
+    narrower = v.dim() == k.dim() and v.shape[:-1] == k.shape[:-1] and 0 < v.shape[-1] < k.shape[-1]
+    return narrower and v.dtype == k.dtype and v.stride() == k.stride()
+
+
+def is_view_of_keys(k: Tensor, v: Any) -> bool:
+    """Whether v is the first columns of k, by its address. A compiler's tensors have none."""
+    if torch.compiler.is_compiling() or not isinstance(v, Tensor) or not may_be_view(k, v):
+        return False
+    return UNALIGNED != address(k) == address(v)
+
+
+class Joined(NamedTuple):
+    """The queries and keys of a call with `qv`, and the number of columns of its keys that are values."""
+
+    q: Tensor
+    k: Tensor
+    v_dim: int
+    copied: bool  # rows of v and k are not in one tensor
+
+
+def with_query_of_values(function: str, q: Any, k: Any, v: Any, qv: Any) -> Joined:
+    """A call with `qv`, whose scores are `<q, k> + <qv, v>`, as one with `v_dim`. Rows of v with those of k right
+    behind them are taken as they are, others are copied.
+
+    Raises:
+        ArgumentError: a tensor is missing, or `qv` is not q with the width of v.
+    """
+    cached = function == "attention_with_kvcache"
+    names = ("k_cache", "v_cache") if cached else ("k", "v")
+    for name, x in (("q", q), (names[0], k), (names[1], v), ("qv", qv)):
+        if not isinstance(x, Tensor) or x.dim() == 0:
+            raise ArgumentError(name, x, "a torch.Tensor, with qv", call_of(function, "qv=qv"))
+    if qv.shape != (*q.shape[:-1], v.shape[-1]) or qv.dtype != q.dtype or qv.device != q.device:
+        accepted = f"the shape of q with the width of v, {[*q.shape[:-1], v.shape[-1]]}, of q's dtype and device"
+        raise ArgumentError("qv", qv, accepted, call_of(function, "qv=qv"))
+    if v.shape[:-1] != k.shape[:-1] or v.dtype != k.dtype or v.device != k.device:
+        accepted = f"the shape of {names[0]} up to the last dimension, {list(k.shape[:-1])}, its dtype and device"
+        raise ArgumentError(names[1], v, accepted, call_of(function, "qv=qv"))
+    joined = rows_of_both(k, v)
+    rows = torch.cat((v, k), -1) if joined is None else joined
+    return Joined(torch.cat((qv, q), -1), rows, v.shape[-1], joined is None)
+
+
+def cache_with_query_of_values(
+    q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, qv: Any, rotary_cos: Any
+) -> tuple[Joined, Tensor | None]:
+    """`with_query_of_values` of a cache, and the rows to append.
+
+    Raises:
+        ArgumentError: as there; also where rotary positions or new tokens have no place in rows of both.
+    """
+    function = "attention_with_kvcache"
+    if rotary_cos is not None:
+        accepted = "None with qv: turn q and the new k before the call"
+        raise ArgumentError("rotary_cos", rotary_cos, accepted, call_of(function, "qv=qv"))
+    joined = with_query_of_values(function, q, k_cache, v_cache, qv)
+    if k is None and v is None:
+        return joined, None
+    if not isinstance(k, Tensor) or not isinstance(v, Tensor) or k.shape[:-1] != v.shape[:-1]:
+        raise ArgumentError("v", v, "both k and v, or neither", call_of(function, "k=k, v=v, qv=qv"))
+    if joined.copied:
+        accepted = (
+            "with qv and new tokens, a cache whose rows have those of k_cache right behind them: both are views of one "
+            "tensor, v_cache = rows[..., :Dv] and k_cache = rows[..., Dv:]; under torch.compile, v_dim"
+        )
+        raise ArgumentError("v_cache", v_cache, accepted, call_of(function, "k=k, v=v, qv=qv"))
+    return joined, torch.cat((v, k), -1)
+
+
+def rows_of_both(k: Tensor, v: Tensor) -> Tensor | None:
+    """Rows of v and k as one view, if k begins where v ends; `None` otherwise, and where autograd would lose track."""
+    if torch.compiler.is_compiling() or k.requires_grad or v.requires_grad or k.stride() != v.stride():
+        return None
+    behind = k.storage_offset() - v.storage_offset() == v.shape[-1] and k.stride(-1) == 1
+    try:
+        together = k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # a transform's wrapper
+        return None
+    width = v.shape[-1] + k.shape[-1]
+    if (
+        not behind
+        or not together
+        or any(n > 1 and 0 < step < width for n, step in zip(k.shape, k.stride()[:-1], strict=False))
+    ):
+        return None
+    return v.as_strided((*v.shape[:-1], width), v.stride(), v.storage_offset())
