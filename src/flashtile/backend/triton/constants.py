@@ -42,6 +42,7 @@ class Constants:
     K_SCALES: str = ""  # whether scales differ by "head" or by "key"
     V_SCALES: str = ""
     VALUES: str = ""  # dtype of products with values, if not q's: "bf16x2" or, in the interpreter, "fp32"
+    LATENT: bool = False  # values are the first chunk of the keys' rows, or all of them
     EVEN: bool = False  # no block needs masks; that of dq is slower without their code
 
 

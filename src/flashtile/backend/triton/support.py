@@ -17,6 +17,7 @@ from ..gpu.installed import triton_version
 
 SUMMARY = "Triton kernels: any GPU that Triton serves, every feature"
 MAX_HEAD_DIM = 512
+MAX_LATENT_DIM = 576  # where values are the first columns of k
 MAX_SEQUENCES = 2**16  # packed; each program searches all of them
 
 
@@ -48,8 +49,9 @@ def declines(problem: Problem, device: Device) -> str | None:
     for formula in (problem.score_mod, problem.mask_mod):
         if isinstance(formula, Formula) and (reason := unsupported(formula)) is not None:
             return reason
-    if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
-        return f"head dimensions go up to {MAX_HEAD_DIM}"
+    most = MAX_LATENT_DIM if problem.latent and problem.head_dim_v == MAX_HEAD_DIM else MAX_HEAD_DIM
+    if max(problem.head_dim, problem.head_dim_v) > most:
+        return f"head dimensions go up to {MAX_HEAD_DIM}, and to {MAX_LATENT_DIM} where v_dim is {MAX_HEAD_DIM}"
     if (reason := too_long(problem)) is not None:
         return reason
     if problem.layout != "dense" and problem.batch > MAX_SEQUENCES:
@@ -59,6 +61,8 @@ def declines(problem: Problem, device: Device) -> str | None:
 
 def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | None:
     """The reason why this backend has no backward pass for a problem that its forward pass takes, or `None`."""
+    if problem.head_dim > MAX_HEAD_DIM:
+        return f"its gradients have head dimensions up to {MAX_HEAD_DIM}"
     version = triton_version()
     if device.arch == "gfx950" and problem.features.mask is not None and version is not None and version >= (3, 9):
         return "Triton 3.9 cannot compile its gradients under a mask for gfx950"
@@ -85,6 +89,11 @@ def candidates(problem: Problem, device: Device, needs: Needs | None) -> list[Ca
         tiles = (x for x in candidates.backward(problem, device) if x.one_loop is None or not needs.alibi_slopes)
         ways = [(tile, 1, cost.backward(problem, device, tile)) for tile in tiles]
     return ranked(ways, rates_of(device))
+
+
+def declines_tangents(problem: Problem, device: Device, moves: Needs) -> str | None:
+    """The reason why this backend has no forward pass with tangents for a problem that its forward pass takes."""
+    return f"with tangents, head dimensions go up to {MAX_HEAD_DIM}" if problem.head_dim > MAX_HEAD_DIM else None
 
 
 def tangent_candidates(problem: Problem, device: Device, moves: Needs) -> list[Candidate]:

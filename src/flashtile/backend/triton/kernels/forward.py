@@ -29,7 +29,7 @@ from .parameters import KeyTensor, Params, QueryTensor, RowTensor, ScaleTensor
 from .products import add_product, inner_products, scaled, zeros
 from .prologue import batch_index, prologue
 from .rng import keep_mask
-from .rows import chunked, elements, head_pointer, interleaved, load_rows, store_rows
+from .rows import Chunks, chunked, elements, head_pointer, interleaved, load_rows, store_rows
 from .sequences import query_tile
 from .softmax import INFINITY, RowState
 
@@ -197,12 +197,24 @@ def inner_loop(
         if CONFIG.V_SCALES == "key":
             v_scale = scales_of_tile(descales.v, kv, tile, start_n, "key", CONFIG)
             p = scaled_by_key(p, v_scale, "key", 0)
-        v_j = number_rows(load_v(kv, tile, exists, CONFIG), VALUES, DV, CONFIG)  # [N, Dv]
+        if CONFIG.LATENT:
+            v_j = values_of(k_j, VALUES, DV)
+        else:
+            v_j = number_rows(load_v(kv, tile, exists, CONFIG), VALUES, DV, CONFIG)  # [N, Dv]
         acc = add_product(state.acc, alpha[:, None], p, v_j, DV, CONFIG)
         if CONFIG.VALUES == "bf16x2":
             acc = add_product(acc, None, bf16_remainder(p), v_j, DV, CONFIG)
         state = RowState(m, l, acc)
     return state
+
+
+@triton.jit
+def values_of(k, dtype: tl.constexpr, DV: tl.constexpr):
+    """Values `[N, Dv]` that are columns of the keys."""
+    if DV.CHUNK_1 == 0:
+        return Chunks(k.a.to(dtype), 0.0)
+    else:
+        return Chunks(k.a.to(dtype), k.b.to(dtype))
 
 
 @triton.jit

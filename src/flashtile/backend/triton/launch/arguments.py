@@ -99,9 +99,17 @@ def constants(
         NUM_WARPS=config.num_warps,
         STAGES=config.num_stages if config.mma else 1,
         **eight_bit.constants(t),
+        LATENT=is_latent(call, config),
         EVEN=is_even(call, config),
     )
     return {"CONFIG": compiled, "num_warps": config.num_warps, "num_stages": config.num_stages}
+
+
+def is_latent(call: Call, config: KernelConfig) -> bool:
+    """Whether the tile of values is a chunk of that of keys, or all of it, so that it is loaded once."""
+    width, width_v = head_dim(call.tensors.q.shape[-1]), head_dim(call.tensors.v.shape[-1])
+    first = width_v.WIDTH == width.CHUNK_0
+    return call.settings.v_dim is not None and (first or width_v == width) and config.block_m > TRANSPOSED_ROWS
 
 
 def is_even(call: Call, config: KernelConfig) -> bool:

@@ -13,8 +13,9 @@ from ...gpu.chips import MMA_SYNC, memory_of
 from ...gpu.decoding import MAX_ROWS, group_of, is_decoding, packed_rows
 from ...gpu.waves import splits_that_fill
 from ..constants import TRANSPOSED_ROWS
+from ..support import MAX_HEAD_DIM
 from ..tile_config import FusedConfig, KernelConfig, TileConfig, WidthConfigs
-from . import tables
+from . import latent, tables
 from .cost import fits, programs_of_core
 from .families import MIN_COPY_BYTES, has_most, has_pairs, has_room, misaligned, needs_room, reads_pairs, takes_mma
 
@@ -34,6 +35,9 @@ SHORT_LENGTH = 128  # its rows and keys: longer and narrower ones spill 1 to 4 K
 
 def forward(problem: Problem, device: Device) -> Iterator[tuple[TileConfig, int]]:
     """Tiles, and numbers of programs that share the keys of a tile."""
+    if problem.head_dim > MAX_HEAD_DIM:
+        yield from latent.forward(problem, device)
+        return
     p, row = problem, row_of(problem, device)
     plain = TileConfig(row.forward, row.dkdv, row.dq)
     if multiplies(p, device):

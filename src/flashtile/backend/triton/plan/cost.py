@@ -53,7 +53,7 @@ def shared_bytes(problem: Problem, tile: KernelConfig, kernel: str) -> int:
     if kernel == "second keys":
         return (4 * tile.block_n + 3 * tile.num_stages * tile.block_m) * p.head_dim * p.dtype.itemsize
     if not tile.mma:
-        loaded = max(tile.num_stages - 1, 1) * tile.block_n * (p.head_dim + p.head_dim_v)
+        loaded = max(tile.num_stages - 1, 1) * tile.block_n * (p.head_dim + p.head_dim_v * (not p.latent))
         loaded *= p.dtype.itemsize if p.eight_bit is None else 1
         return loaded + tile.block_m * (p.head_dim + tile.block_n) * p.dtype.itemsize
     width, width_v = (max(16, power_of_two(n)) for n in (p.head_dim, p.head_dim_v))
