@@ -147,6 +147,24 @@ SIGNATURES = {
         "rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, only_qv=False, sm_margin=0, "
         "return_softmax_lse=False, sinks=None, score_mod=None, aux_tensors=None, ver=3, out=None)"
     ),
+    ("flash_mla", "get_mla_metadata"): "(*args, **kwargs)",
+    ("flash_mla", "flash_mla_with_kvcache"): (
+        "(q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None, "
+        "softmax_scale=None, causal=False, is_fp8_kvcache=False, indices=None, attn_sink=None, extra_k_cache=None, "
+        "extra_indices_in_kvcache=None, topk_length=None, extra_topk_length=None)"
+    ),
+    ("flashinfer", "BatchMLAPagedAttentionWrapper"): (
+        "(float_workspace_buffer, use_cuda_graph=False, qo_indptr=None, kv_indptr=None, kv_indices=None, "
+        "kv_len_arr=None, backend='auto')"
+    ),
+    ("flashinfer", "BatchMLAPagedAttentionWrapper.plan"): (
+        "(self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv, head_dim_kpe, page_size, "
+        "causal, sm_scale, q_data_type, kv_data_type, use_profiler=False)"
+    ),
+    ("flashinfer", "BatchMLAPagedAttentionWrapper.run"): (
+        "(self, q_nope, q_pe, ckv_cache, kpe_cache, out=None, lse=None, return_lse=False, profiler_buffer=None, "
+        "kv_len=None, page_table=None, return_lse_base_on_e=False)"
+    ),
     ("torch", "flex_attention"): (
         "(query, key, value, score_mod=None, block_mask=None, scale=None, enable_gqa=False, return_lse=False, "
         "kernel_options=None, *, return_aux=None)"

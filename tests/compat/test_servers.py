@@ -82,12 +82,12 @@ def test_dense_queries_into_a_given_tensor() -> None:
 @pytest.mark.parametrize(
     ("call", "change", "name"),
     [
-        ("vllm", {"q_v": Q}, "qv"),
+        ("vllm", {"q_v": Q[:1]}, "qv"),
         ("vllm", {"k_descale": Q}, "k_descale"),
         ("vllm", {"cp_world_size": 2}, "cp_world_size"),
         ("vllm", {"fa_version": 5}, "fa_version"),
         ("vllm", {"out": Q[:1]}, "out"),
-        ("sglang", {"qv": Q}, "qv"),
+        ("sglang", {"qv": Q[:1]}, "qv"),
         ("sglang", {"score_mod": max}, "score_mod"),
         ("sglang", {"ver": 2}, "ver"),
         ("sglang", {"only_qv": True}, "only_qv"),

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import operator
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from originals import SIGNATURES
 
 @pytest.mark.parametrize(("module", "name"), SIGNATURES)
 def test_signature(module: str, name: str) -> None:
-    function = getattr(importlib.import_module(f"flashtile.compat.{module}"), name)
+    function = operator.attrgetter(name)(importlib.import_module(f"flashtile.compat.{module}"))
     signature = inspect.signature(function)
     bare = [x.replace(annotation=inspect.Parameter.empty) for x in signature.parameters.values()]
     assert (

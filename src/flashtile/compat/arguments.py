@@ -14,6 +14,8 @@ FP8 = "None: there are no fp8 inputs; multiply q, k and v by their factors and p
 BLOCKS = "None: there is no block sparsity; flashtile.attention has `mask`, `window` and `score_mod`"
 MODS = "None: a CuTe function cannot run here; flashtile.ScoreMod takes a function of torch operations"
 
+SELECTED = "None: all keys of a sequence are attended to; gather the rows of others before the call"
+
 # Arguments that flashtile has nothing for, and the way that works.
 ACCEPTED = {
     "aux_scalars": MODS,
@@ -25,6 +27,11 @@ ACCEPTED = {
     "mask_mod": "None: a CuTe function cannot run here; flashtile.attention's `mask` takes one of torch operations",
     "min_seqlen_k": "None: it belongs to gather_kv_indices",
     "q_descale": FP8,
+    "extra_indices_in_kvcache": SELECTED,
+    "extra_k_cache": SELECTED,
+    "extra_topk_length": SELECTED,
+    "indices": SELECTED,
+    "topk_length": SELECTED,
     "qv": "None: concatenate q with qv, and k with v, along the last dimension, and pass `softmax_scale`",
     "score_mod": MODS,
     "score_mod_bwd": MODS,

@@ -31,6 +31,7 @@ def attend_with_cache(
     cu_seqlens_k_new: Tensor | None = None,
     rotary_seqlens: Tensor | None = None,
     attention_chunk: int | None = 0,
+    qv: Tensor | None = None,
     out: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
@@ -38,6 +39,7 @@ def attend_with_cache(
 
     Args:
         example: a call that works, for errors.
+        qv: queries of their own for the values, in the layout of q.
         out: a tensor `[B, Sq, Hq, Dv]`, or packed, for the result.
         others: keywords of `flashtile.attention_with_kvcache` as they are.
 
@@ -64,6 +66,7 @@ def attend_with_cache(
         v=v.transpose(1, 2) if dense and v is not None else v,
         **rotary,
         cache_seqlens=lengths,
+        qv=qv if packed or qv is None else qv.transpose(1, 2),
         leftpad_k=cache_leftpad,
         page_table=page_table,
         cu_seqlens_q=cu_seqlens_q,

@@ -51,7 +51,7 @@ def flash_attn_varlen_func(
 
     The arguments: as in `flashtile.compat.flash_attn_3.flash_attn_varlen_func`, and `page_table` `[B, max_pages]`
     for pages `[num_pages, page_size, Hkv, D]`; `sinks` `[Hq]`, whose exponentials join each row's denominator; `out`, a
-    tensor for the result; `ver`, 3 or 4, on which nothing depends. `qv`, descales and CuTe functions are declined.
+    tensor for the result; `ver`, 3 or 4, on which nothing depends. Descales and CuTe functions are declined.
 
     Returns:
         `out [Tq, Hq, Dv]`; with `return_softmax_lse` `(out, softmax_lse [Hq, Tq], empty, empty)`, -inf for rows that
@@ -60,7 +60,7 @@ def flash_attn_varlen_func(
     Raises:
         ArgumentError: an argument is not what it should be, or has no equivalent.
     """
-    check(PACKED, ver, qv, q_descale, k_descale, v_descale, score_mod, aux_tensors)
+    check(PACKED, ver, q_descale, k_descale, v_descale, score_mod, aux_tensors)
     settings = keywords(0.0, softmax_scale, causal, window_of(window_size, PACKED), softcap, None, False)
     result, lse = attention_varlen(
         q,
@@ -76,6 +76,7 @@ def flash_attn_varlen_func(
         attention_chunk=above(0, attention_chunk),
         num_splits=splits_of(num_splits),
         sinks=sinks,
+        qv=qv,
         out=out,
         return_lse=True,
         **settings,
@@ -134,7 +135,7 @@ def flash_attn_with_kvcache(
         ArgumentError: an argument is not what it should be, or has no equivalent.
         AttentionError: a tensor requires a gradient outside of `torch.no_grad()`: there are no derivatives.
     """
-    check(CACHE, ver, qv, q_descale, k_descale, v_descale, score_mod, aux_tensors)
+    check(CACHE, ver, q_descale, k_descale, v_descale, score_mod, aux_tensors)
     if only_qv:
         refuse("only_qv", only_qv, "False; pass qv as q, and v_cache as k_cache too", CACHE)
     result, lse = attend_with_cache(
@@ -161,16 +162,17 @@ def flash_attn_with_kvcache(
         softcap=softcap,
         num_splits=num_splits,
         sinks=sinks,
+        qv=qv,
         out=out,
     )
     return (result, lse, lse.new_empty(0), lse.new_empty(0)) if return_softmax_lse else result
 
 
 def check(
-    example: str, ver: int, qv: Any, q_descale: Any, k_descale: Any, v_descale: Any, score_mod: Any, aux_tensors: Any
+    example: str, ver: int, q_descale: Any, k_descale: Any, v_descale: Any, score_mod: Any, aux_tensors: Any
 ) -> None:
     """Refuse what has no equivalent."""
-    decline(example, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    decline(example, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     decline(example, score_mod=score_mod, aux_tensors=aux_tensors)
     if ver not in (3, 4):
         refuse("ver", ver, "3 or 4", example)

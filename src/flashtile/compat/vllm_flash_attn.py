@@ -66,13 +66,14 @@ def flash_attn_varlen_func(
         cu_seqlens_q: int32 or int64 `[B + 1]`, offsets of the sequences in q; `cu_seqlens_k` the same for k.
         seqused_k: integers `[B]`, keys of each sequence that exist; with `block_table` it is required.
         block_table: integers `[B, max_pages]`.
+        q_v: queries of their own for the values, `[Tq, Hq, Dv]`.
         s_aux: `[Hq]`, floating-point; `exp(s_aux)` joins each row's denominator, for every version.
         out: a tensor for the result, of its shape and dtype, which is returned.
         fa_version: 2, 3 or 4. It decides what `softmax_lse` is for a row that sees no key: +inf with 2, else -inf.
         window_size: `(left, right)`, where -1 is unlimited; `None` is no window.
 
     The other arguments: as in `flashtile.compat.flash_attn.flash_attn_varlen_func`. `scheduler_metadata` and
-    `return_attn_probs` are accepted and ignored, as there. `q_v`, descales and `cp_world_size` above 1 are declined.
+    `return_attn_probs` are accepted and ignored, as there. Descales and `cp_world_size` above 1 are declined.
 
     Returns:
         `out [Tq, Hq, Dv]`; with `return_softmax_lse` `(out, softmax_lse [Hq, Tq])`.
@@ -80,7 +81,7 @@ def flash_attn_varlen_func(
     Raises:
         ArgumentError: an argument is not what it should be, or has no equivalent.
     """
-    decline(EXAMPLE, qv=q_v, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    decline(EXAMPLE, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     if cp_world_size != 1 or cp_rank != 0 or cp_tot_seqused_k is not None:
         refuse("cp_world_size", cp_world_size, "1; flashtile.distributed shares a cache between ranks", EXAMPLE)
     if fa_version not in VERSIONS:
@@ -98,6 +99,7 @@ def flash_attn_varlen_func(
         seqused_k=seqused_k,
         page_table=block_table,
         sinks=s_aux,
+        qv=q_v,
         out=out,
         return_lse=True,
         **settings,
