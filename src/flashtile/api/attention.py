@@ -30,22 +30,22 @@ from .signatures import (
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **keywords: Unpack[Keywords]
+    q: Tensor, k: Tensor, v: Tensor | None, *, return_lse: Literal[False] = False, **keywords: Unpack[Keywords]
 ) -> Tensor: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **keywords: Unpack[Keywords]
+    q: Tensor, k: Tensor, v: Tensor | None, *, return_lse: Literal[True], **keywords: Unpack[Keywords]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **keywords: Unpack[Keywords]
+    q: Tensor, k: Tensor, v: Tensor | None, *, return_lse: bool, **keywords: Unpack[Keywords]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @public
 @public_call
 def attention(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     *more: Any,
     causal: Causal = False,
     window: WindowArgument = None,
@@ -61,6 +61,7 @@ def attention(
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
     num_splits: int | None = None,
+    v_dim: int | None = None,
     deterministic: bool | None = None,
     out: Tensor | None = None,
     backend: str = "auto",
@@ -86,7 +87,7 @@ def attention(
         q: queries `[B, Hq, Sq, D]`; float16, bfloat16, float32 or float64; D from 1 to 1024. Any strides.
         k: keys `[B, Hkv, Sk, D]`, of q's dtype and device. Hq is a multiple of Hkv; query head h reads key/value head
             `h // (Hq // Hkv)`.
-        v: values `[B, Hkv, Sk, Dv]`.
+        v: values `[B, Hkv, Sk, Dv]`; `None` with `v_dim`.
         causal: `True` hides keys `j > i + Sk - Sq` (the last query sees every key); `"top_left"` hides `j > i`.
         window: `(left, right)`: key j is visible iff `i + Sk - Sq - left <= j <= i + Sk - Sq + right`; `None` or -1
             is unlimited. With `causal`, both hold (Beltagy et al., "Longformer", section 3.1). Integers, of tokens;
@@ -116,6 +117,10 @@ def attention(
         num_splits: an int, into how many parts the keys are split in forward, where parts are computed side by side;
             `None` lets the backend choose. The result is the same up to rounding. It is a hint as FlashAttention's:
             docs/contract.md has the calls that take keys in order, and `flashtile.explain` says so of one.
+        v_dim: an int, the values are that many of k's first columns, `v = k[..., :v_dim]`, which are loaded once, as
+            those of a latent cache (DeepSeek-AI, "DeepSeek-V2", section 2.1). Outside of `torch.compile`, a v that is
+            such a view and narrower than k means the same. Pass `scale`: the default, `D ** -0.5` of all columns, is no
+            model's, whose heads have other widths before the projections are absorbed.
         deterministic: `True` gives the same bits for the same call; `None` follows
             `torch.are_deterministic_algorithms_enabled()`.
         out: a tensor for the result, of its shape, dtype and device; any strides. For calls without derivatives.
@@ -133,6 +138,7 @@ def attention(
     """
     if more or unknown:
         refuse("attention", more, unknown)
+    v, _, v_dim = values_of("attention", k, v, None, None, v_dim)
     tensors = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
     direct = None
     if out is not None and (direct := direct_out("attention", out, q, v, (*tensors.values(), score_mod))) is not None:
@@ -151,6 +157,7 @@ def attention(
         num_splits=num_splits,
         deterministic=deterministic,
         backend=backend,
+        v_dim=v_dim,
     )
     return Request(call, return_lse, out, direct)
 
@@ -204,7 +211,6 @@ def attention_varlen(
     page_table: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    v_dim: int | None = None,
     qv: Tensor | None = None,
     causal: Causal = False,
     window: WindowArgument = None,
@@ -220,6 +226,7 @@ def attention_varlen(
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
     num_splits: int | None = None,
+    v_dim: int | None = None,
     deterministic: bool | None = None,
     out: Tensor | None = None,
     backend: str = "auto",
@@ -254,10 +261,6 @@ def attention_varlen(
         k_descale, v_descale: float32, the scales of pages in float8_e4m3fn, float8_e5m2 or int8, which multiply what
             is read: `[Hkv]`, `[B, Hkv]`, `[num_pages, Hkv]` or `[num_pages, page_size, Hkv]`; 1 if `None`. Such calls
             have no gradients.
-        v_dim: an int, the values are that many of k's first columns, `v = k[..., :v_dim]`, which are loaded once; as
-            those of a latent cache (DeepSeek-AI, "DeepSeek-V2", section 2.1). Outside of `torch.compile`, a v that is
-            such a view and narrower than k means the same. Pass `scale`: the default, `D ** -0.5` of all columns, is no
-            model's, whose heads have other widths before the projections are absorbed.
         qv: `[Tq, Hq, Dv]`, a second part of the queries, against the values: scores are `scale * (<q, k> + <qv, v>)`,
             with `scale` `(D + Dv) ** -0.5` by default. Rows of v and k that lie one behind the other, as
             `kv[..., :Dv]` and `kv[..., Dv:]`, are read as they are; others are copied together.
@@ -349,7 +352,6 @@ def attention_with_kvcache(
     rotary_q_fixed: bool = False,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    v_dim: int | None = None,
     qv: Tensor | None = None,
     causal: Causal = False,
     window: WindowArgument = None,
@@ -365,6 +367,7 @@ def attention_with_kvcache(
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
     num_splits: int | None = None,
+    v_dim: int | None = None,
     deterministic: bool | None = None,
     out: Tensor | None = None,
     backend: str = "auto",
@@ -413,8 +416,8 @@ def attention_with_kvcache(
             each head, `[Hkv]` or `[B, Hkv]`, for each page and head, `[num_pages, Hkv]`, or for each token and head,
             `[B_cache, Hkv, S_max]` or `[num_pages, page_size, Hkv]`: these are computed for new tokens, and written in
             place.
-        v_dim: as in `attention_varlen`: values are columns of k_cache, and k alone is appended. `v_descale` is
-            k_descale, and not given.
+        v_dim: as in `attention`: values are columns of k_cache, and k alone is appended. `v_descale` is k_descale, and
+            not given.
         qv: as in `attention_varlen`, in the shape of q with Dv. k and v are appended as they are without it.
 
     The other arguments: as in `attention`; `mask` and `bias` broadcast to `[B, H, Sq, S_max]` (pages:

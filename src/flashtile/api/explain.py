@@ -241,11 +241,21 @@ def described_call(
     layout = DENSE if cu_q is None else VARLEN
     tensor_names = [name for name, x in FEATURES.items() if x.public and layout in x.layouts]
     defaults: dict[str, Any] = dict.fromkeys(
-        ("window", "attention_chunk", "scale", "softcap", "score_mod", "dropout_seed", "num_splits", "deterministic")
+        (
+            "window",
+            "attention_chunk",
+            "scale",
+            "softcap",
+            "score_mod",
+            "dropout_seed",
+            "num_splits",
+            "deterministic",
+            "v_dim",
+        )
     )
     defaults |= {"causal": False, "dropout_p": 0.0, "backend": "auto"}
     if cu_q is not None:
-        defaults |= {"max_seqlen_q": None, "max_seqlen_k": None, "v_dim": None}
+        defaults |= {"max_seqlen_q": None, "max_seqlen_k": None}
     known = {*tensor_names, *defaults, "return_lse", "out"} | ({"qv"} if cu_q is not None else set())
     if unknown := {name: value for name, value in keywords.items() if name not in known}:
         refuse("attention" if cu_q is None else "attention_varlen", (), unknown)
@@ -253,14 +263,14 @@ def described_call(
     if cu_q is not None:
         tensors |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
     arguments = defaults | {name: value for name, value in keywords.items() if name in defaults}
-    if cu_q is not None:
-        if (qv := keywords.get("qv")) is not None:
-            tensors["q"], tensors["k"], arguments["v_dim"], _ = with_query_of_values("attention_varlen", q, k, v, qv)
-            tensors["v"] = None
-        keys, values, of_k, of_v = (tensors[name] for name in ("k", "v", "k_descale", "v_descale"))
-        found = values_of("attention_varlen", keys, values, of_k, of_v, arguments["v_dim"])
-        tensors["v"], tensors["v_descale"], arguments["v_dim"] = found
-    return normalize("attention" if cu_q is None else "attention_varlen", tensors, **arguments)
+    function = "attention" if cu_q is None else "attention_varlen"
+    if cu_q is not None and (qv := keywords.get("qv")) is not None:
+        tensors["q"], tensors["k"], arguments["v_dim"], _ = with_query_of_values(function, q, k, v, qv)
+        tensors["v"] = None
+    keys, values, of_k, of_v = (tensors.get(name) for name in ("k", "v", "k_descale", "v_descale"))
+    values, of_v, arguments["v_dim"] = values_of(function, keys, values, of_k, of_v, arguments["v_dim"])
+    tensors |= {"v": values} | ({} if cu_q is None else {"v_descale": of_v})
+    return normalize(function, tensors, **arguments)
 
 
 def pairs_of(call: Call, problem: Problem) -> int:

@@ -51,6 +51,8 @@ def values_of(
 
 
 def example(function: str) -> str:
+    if function == "attention":
+        return "flashtile.attention(q, k, None, v_dim=512, scale=192**-0.5)"
     if function == "attention_varlen":
         return "flashtile.attention_varlen(q, k, None, cu_seqlens_q, cu_seqlens_k, v_dim=512, scale=192**-0.5)"
     return call_of(function, "v_dim=512, scale=192**-0.5").replace("v_cache", "None")

@@ -36,6 +36,7 @@ class Keywords(TypedDict, total=False):
     dropout_p: float
     dropout_seed: int | Tensor | None
     num_splits: int | None
+    v_dim: int | None
     deterministic: bool | None
     out: Tensor | None
     backend: str
@@ -51,6 +52,7 @@ class VarlenKeywords(Keywords, total=False):
     page_table: Tensor | None
     k_descale: Tensor | None
     v_descale: Tensor | None
+    qv: Tensor | None
 
 
 class CacheKeywords(Keywords, total=False):
@@ -71,3 +73,4 @@ class CacheKeywords(Keywords, total=False):
     rotary_q_fixed: bool
     k_descale: Tensor | None
     v_descale: Tensor | None
+    qv: Tensor | None

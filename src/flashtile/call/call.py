@@ -92,7 +92,7 @@ class Settings(NamedTuple):
     max_seqlen_q: Annotated[int | None, Feature(layouts=(VARLEN,))] = None
     max_seqlen_k: Annotated[int | None, Feature(layouts=(VARLEN,))] = None
     num_splits: int | None = None
-    v_dim: Annotated[int | None, Feature(layouts=PACKED)] = None  # v is the first columns of k, as many
+    v_dim: int | None = None  # v is the first columns of k, as many
     deterministic: Annotated[bool, Feature(layouts=(DENSE, VARLEN))] = False
     backend: str = "auto"
     # Where this call lies in a larger, sharded one. Positions, masks, ALiBi, dropout and score_mod count from here.

@@ -10,6 +10,7 @@ from ...gpu.block_lists import LEAST_PAIRS
 from ...gpu.chips import MIN_SHARED_MEMORY, memory_of
 from ...gpu.cost import Cost, Counts, add_work, of_group, rows_bytes, shared, shown
 from ...gpu.waves import Head, Tile, busiest
+from ..constants import TRANSPOSED_ROWS
 from ..tile_config import FusedConfig, KernelConfig, TileConfig
 from . import tables
 
@@ -42,6 +43,13 @@ def programs_of_core(problem: Problem, device: Device, tile: KernelConfig, kerne
     return max(1, min(memory_of(device) * 1024 // shared, int(REGISTERS / (threads * registers))))
 
 
+def loads_once(problem: Problem, tile: KernelConfig) -> bool:
+    """Whether values are a chunk of the keys' rows, or all of them (`launch.arguments.is_latent`)."""
+    p, whole = problem, padded(problem.head_dim)
+    first = whole if power_of_two(whole) == whole else power_of_two(whole) // 2
+    return p.latent and p.head_dim_v in (first, p.head_dim) and tile.block_m > TRANSPOSED_ROWS
+
+
 def shared_bytes(problem: Problem, tile: KernelConfig, kernel: str) -> int:
     """Shared memory of a program: about what Triton takes, and what a kernel of `kernels.mma` allocates."""
     p = problem
@@ -53,7 +61,7 @@ def shared_bytes(problem: Problem, tile: KernelConfig, kernel: str) -> int:
     if kernel == "second keys":
         return (4 * tile.block_n + 3 * tile.num_stages * tile.block_m) * p.head_dim * p.dtype.itemsize
     if not tile.mma:
-        loaded = max(tile.num_stages - 1, 1) * tile.block_n * (p.head_dim + p.head_dim_v * (not p.latent))
+        loaded = max(tile.num_stages - 1, 1) * tile.block_n * (p.head_dim + p.head_dim_v * (not loads_once(p, tile)))
         loaded *= p.dtype.itemsize if p.eight_bit is None else 1
         return loaded + tile.block_m * (p.head_dim + tile.block_n) * p.dtype.itemsize
     width, width_v = (max(16, power_of_two(n)) for n in (p.head_dim, p.head_dim_v))
