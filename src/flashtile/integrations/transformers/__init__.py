@@ -12,7 +12,7 @@ from torch import nn
 from ..optional import require
 from .layers import Report, report_on
 
-__all__ = ["NAME", "check", "register", "unregister"]
+__all__ = ["NAME", "absorb", "check", "expand", "register", "unregister"]
 
 NAME = "tile_attention"  # names that contain "flash", "sdpa" or "flex_attention" are treated otherwise by transformers
 PAGED = f"paged|{NAME}"  # what continuous batching asks for
@@ -43,6 +43,35 @@ def register() -> str:
     AttentionInterface.register(PAGED, paged_tile_attention)
     AttentionMaskInterface.register(NAME, tile_mask)
     return NAME
+
+
+def absorb(model: nn.Module) -> int:
+    """Let a model with latent attention, as DeepSeek-V2's and V3's, decode over the rows of its cache.
+
+    Its layers keep latent rows, and expand them to the keys and values of all heads at each step. Then few queries
+    without gradients have the projections in themselves, and read a row once; others go on as before. It registers
+    flashtile and sets the model's attention; `expand(model)` undoes the rest.
+
+    Returns:
+        The number of these layers.
+
+    Raises:
+        AttentionError: transformers is absent, or not of version 5.
+        ArgumentError: the model has no such layer.
+    """
+    name = register()
+    from .latent import absorb_layers  # which needs transformers
+
+    count = absorb_layers(model)
+    model.set_attn_implementation(name)  # type: ignore[operator]
+    return count
+
+
+def expand(model: nn.Module) -> None:
+    """Let the layers of a model expand their rows again, which `absorb` changed."""
+    from .latent import expand_layers
+
+    expand_layers(model)
 
 
 def check(model: nn.Module) -> Report:

@@ -10,6 +10,7 @@ from ... import MaskMod
 from ...api import attention as api
 from ...errors import ArgumentError
 from .cache import attend_stored, is_eight_bit
+from .latent import for_latent_rows
 from .mask import TileMask
 from .offsets import Offsets, attend_packed, is_packed, window_within
 
@@ -17,6 +18,7 @@ logger = logging.get_logger(__name__)
 EXAMPLE = "model(input_ids, attention_mask=mask) with a bool or integer mask [B, S], or a mask [B, 1, Sq, Sk]"
 
 
+@for_latent_rows
 def tile_attention(
     module: nn.Module,
     query: Tensor,
