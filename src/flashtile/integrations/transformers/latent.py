@@ -27,7 +27,7 @@ def absorb_layers(model: nn.Module) -> int:
     Raises:
         ArgumentError: there are none.
     """
-    layers = [x for x in model.modules() if all(hasattr(x, name) for name in NEEDED)]
+    layers: list[Any] = [x for x in model.modules() if all(hasattr(x, name) for name in NEEDED)]
     if not layers:
         accepted = "a model with latent attention of transformers: DeepSeek-V2, DeepSeek-V3 or one of their kind"
         raise ArgumentError("model", type(model).__name__, accepted, "absorb(DeepseekV3ForCausalLM(config))")
