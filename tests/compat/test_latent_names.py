@@ -127,7 +127,29 @@ def test_sinks_of_flash_mla() -> None:
     assert_close(lse, same, 1e-6, 8.01 / 65536)
 
 
-@pytest.mark.parametrize("name", ["is_fp8_kvcache", "indices", "topk_length", "extra_k_cache", "block_table"])
+def bytes_of(pages: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of 656 bytes, with powers of two for scales as in FlashMLA's test, and the numbers that they stand for."""
+    latent = pages[..., :DV].float().unflatten(-1, (4, 128))
+    scale = 2.0 ** (latent.abs().nan_to_num().amax(-1) / 448).clamp(min=1e-4).log2().ceil()
+    eight_bit = (latent / scale[..., None]).to(torch.float8_e4m3fn)
+    numbers = (eight_bit.float() * scale[..., None]).flatten(-2)
+    parts = eight_bit.flatten(-2), scale, pages[..., DV:].bfloat16()
+    rows = torch.cat([x.contiguous().view(torch.uint8) for x in parts], -1)
+    return rows, torch.cat((numbers, parts[2].float()), -1).to(pages.dtype)
+
+
+def test_rows_of_656_bytes() -> None:
+    step = step_of((70, 0, 129), 2, 4, 1, torch.bfloat16)
+    rows, numbers = bytes_of(step.pages)
+    assert rows.shape[-1] == 656
+    out, lse = decode(step._replace(pages=rows), True, softmax_scale=SCALE, is_fp8_kvcache=True)
+    assert_same((out, lse), expected(step._replace(pages=numbers), True, SCALE))
+    for wrong in (rows[..., :-1], rows.float()):
+        with pytest.raises(ArgumentError, match="656"):
+            decode(step._replace(pages=wrong), True, is_fp8_kvcache=True)
+
+
+@pytest.mark.parametrize("name", ["indices", "topk_length", "extra_k_cache", "block_table"])
 def test_what_flash_mla_has_more(name: str) -> None:
     step = step_of((5,), 1, 1, 1, torch.float32)
     given = {
@@ -136,7 +158,7 @@ def test_what_flash_mla_has_more(name: str) -> None:
         "head_dim_v": DV,
         "tile_scheduler_metadata": None,
     }
-    changed = None if name == "block_table" else True if name == "is_fp8_kvcache" else step.lengths
+    changed = None if name == "block_table" else step.lengths
     with pytest.raises(ArgumentError) as error:
         flash_mla_with_kvcache(step.q, step.pages, **given | {name: changed})
     assert error.value.argument == name

@@ -15,6 +15,7 @@ FAMILIES = (
     "short everything", "few rows", "few keys", "packed",
     "packed, hdim 48 apart", "packed everything", "paged", "one query",
     "hdim 40/1, twenty queries", "hdim 512, sixteen rows", "bias, hdim 32, whole blocks",
+    "latent rows, 16 heads", "latent rows, 32 heads", "latent rows, 128 heads",
 )  # fmt: skip
 
 
@@ -31,7 +32,19 @@ def call_of(variant: Variant) -> Call:
     return described_call(*positional, arguments)
 
 
+def latent_call(heads: int, dtype: torch.dtype = torch.bfloat16) -> Call:
+    """Decoding over pages of latent rows, of q's dtype or of 8 bits with a scale for each head."""
+    q, rows = torch.empty(2, heads, 576, dtype=torch.bfloat16), torch.empty(8, 64, 1, 576).to(dtype)
+    keywords: dict[str, Any] = {"seqused_k": torch.tensor([256, 256]), "max_seqlen_q": 1, "causal": True, "v_dim": 512}
+    keywords["page_table"] = torch.arange(8).view(2, 4)
+    if dtype.itemsize == 1:
+        keywords["k_descale"] = torch.ones(1)
+    return described_call(q, rows, None, torch.arange(3), None, keywords)
+
+
 def call_of_family(name: str) -> Call:
+    if name.startswith("latent rows"):
+        return latent_call(int(name.split()[2]))
     if name not in VARIANTS:  # lengths of a variant are random
         q, bias = (torch.empty(1, 2, 512, n, dtype=torch.bfloat16) for n in (32, 512))
         return described_call(q, q, q, None, None, {"bias": bias})

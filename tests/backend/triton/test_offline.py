@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from exhausted import runs_out_of_memory
 from forced import first
 from offline.compiled import KIB, compile_launch, unset_registers
-from offline.families import ARCHITECTURES, call_of_family, most_registers
+from offline.families import ARCHITECTURES, call_of_family, latent_call, most_registers
 from offline.launches import launches_of, recorded, replay_of, results_of
 
 import flashtile
@@ -21,10 +21,13 @@ from flashtile.backend.gpu.chips import SHARED_MEMORY
 from flashtile.backend.gpu.installed import triton_version
 from flashtile.backend.gpu.pairs import has_pairs
 from flashtile.backend.triton import entry
+from flashtile.backend.triton.plan import latent
 from flashtile.backend.triton.support import MAX_HEAD_DIM
 from flashtile.backend.triton.tile_config import KernelConfig, TileConfig
 from flashtile.call.call import DIFFERENTIABLE, Call, Tangents
+from flashtile.call.device import Device
 from flashtile.call.plan import Plan
+from flashtile.call.problem import Problem
 from flashtile.dispatch.operators import OPERATORS
 from flashtile.testing.generate import random_case
 from flashtile.testing.score_functions import distance_table
@@ -73,6 +76,23 @@ def test_the_long_loop_stays_asynchronous_on_hopper() -> None:
     found = compile_launch(launch, "sm_90")
     assert not found.serialized
     assert found.spilled == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90"])
+def test_tiles_of_latent_rows(arch: str, dtype: torch.dtype) -> None:
+    """Every tile fits its chip, and its loop spills nothing: a few bytes are saved ahead of it."""
+    for heads in (16, 32, 128):
+        call = latent_call(heads, dtype)
+        for tile in latent.tiles(Problem.describe(call), Device("cuda", arch, arch, 100)):
+            chosen = first(num_splits=4, forward=tile, given_splits=None)
+            (launch,) = launches_of(call, arch, chosen, backward=None)
+            found = compile_launch(launch, arch)
+            assert found.shared <= SHARED_MEMORY[arch] * KIB, tile
+            assert found.spilled <= 16, tile
+            assert not found.serialized
+            assert not found.unset
 
 
 @pytest.mark.parametrize("kernel", ["forward", "dkdv"])  # dq reads a table as forward does
