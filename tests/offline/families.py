@@ -6,7 +6,7 @@ import torch
 from variants import VARIANTS, Variant
 
 from flashtile.api.explain import described_call
-from flashtile.call.call import Call
+from flashtile.call.call import Call, Settings, Tensors
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950")
 FAMILIES = (
@@ -34,12 +34,13 @@ def call_of(variant: Variant) -> Call:
 
 def latent_call(heads: int, dtype: torch.dtype = torch.bfloat16) -> Call:
     """Decoding over pages of latent rows, of q's dtype or of 8 bits with a scale for each head."""
-    q, rows = torch.empty(2, heads, 576, dtype=torch.bfloat16), torch.empty(8, 64, 1, 576).to(dtype)
-    keywords: dict[str, Any] = {"seqused_k": torch.tensor([256, 256]), "max_seqlen_q": 1, "causal": True, "v_dim": 512}
-    keywords["page_table"] = torch.arange(8).view(2, 4)
-    if dtype.itemsize == 1:
-        keywords["k_descale"] = torch.ones(1)
-    return described_call(q, rows, None, torch.arange(3), None, keywords)
+    q, rows = torch.empty(2, heads, 1, 576, dtype=torch.bfloat16), torch.empty(8, 64, 1, 576).to(dtype)
+    descale = torch.ones(1, 1, 1, 1) if dtype.itemsize == 1 else None
+    lengths, table = torch.tensor([256, 256]).int(), torch.arange(8).view(2, 4).int()
+    tensors = Tensors(
+        q, rows, rows[..., :512], seqused_k=lengths, page_table=table, k_descale=descale, v_descale=descale
+    )  # fmt: skip
+    return Call(tensors, Settings(scale=192**-0.5, window_right=0, max_seqlen_k=256, v_dim=512))
 
 
 def call_of_family(name: str) -> Call:
