@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ....call.call import Call
+from ....call.eight_bit import is_eight_bit
 from ....call.problem import LONGEST, power_of_two
 from ....call.problem import alignment as byte_alignment
 from ...gpu.captured import captured_pointers, captured_scalars
@@ -106,10 +107,13 @@ def constants(
 
 
 def is_latent(call: Call, config: KernelConfig) -> bool:
-    """Whether the tile of values is a chunk of that of keys, or all of it, so that it is loaded once."""
+    """Whether the tile of values is a chunk of that of keys, or all of it, so that it is loaded once. Triton 3.6
+    pipelines no loads of 8 bits whose numbers go into two products: there values are loaded again, from the L2 cache.
+    """
+    if call.settings.v_dim is None or is_eight_bit(call.tensors.k) or config.block_m <= TRANSPOSED_ROWS:
+        return False
     width, width_v = head_dim(call.tensors.q.shape[-1]), head_dim(call.tensors.v.shape[-1])
-    first = width_v.WIDTH == width.CHUNK_0
-    return call.settings.v_dim is not None and (first or width_v == width) and config.block_m > TRANSPOSED_ROWS
+    return width_v.WIDTH == width.CHUNK_0 or width_v == width
 
 
 def is_even(call: Call, config: KernelConfig) -> bool:

@@ -47,7 +47,7 @@ def loads_once(problem: Problem, tile: KernelConfig) -> bool:
     """Whether values are a chunk of the keys' rows, or all of them (`launch.arguments.is_latent`)."""
     p, whole = problem, padded(problem.head_dim)
     first = whole if power_of_two(whole) == whole else power_of_two(whole) // 2
-    return p.latent and p.head_dim_v in (first, p.head_dim) and tile.block_m > TRANSPOSED_ROWS
+    return p.latent and p.eight_bit is None and p.head_dim_v in (first, p.head_dim) and tile.block_m > TRANSPOSED_ROWS
 
 
 def shared_bytes(problem: Problem, tile: KernelConfig, kernel: str) -> int:

@@ -20,7 +20,7 @@ from .cost import programs_of_core
 from .families import misaligned
 
 SPLITS = (1, 2, 4, 8, 16, 32, 64)
-MOST_ROWS = 64
+LEAST_WGMMA = 64  # rows of a tile that Hopper's warpgroup products take
 # Tiles of 16-bit numbers by shared memory in KiB, then rows; a chip takes the largest that it has room for.
 TILES = {
     227: {
@@ -31,6 +31,13 @@ TILES = {
     163: {16: ((16, 32, 4, 3), (16, 64, 8, 2)), 32: ((32, 32, 8, 3),), 64: ((64, 16, 8, 3), (64, 32, 8, 2))},
     99: {16: ((16, 16, 4, 3),), 32: ((32, 16, 8, 2),), 64: ((32, 16, 8, 2),)},
     64: {16: ((16, 16, 4, 1),), 32: ((16, 16, 4, 1),), 64: ((16, 16, 4, 1),)},
+}
+# Of 8 bits, where the accumulator leaves too few registers for conversions of more rows.
+EIGHT_BIT = {
+    227: {16: ((16, 32, 4, 4),), 32: ((32, 32, 8, 4),)},
+    163: {16: ((16, 32, 8, 3),), 32: ((32, 32, 8, 3),)},
+    99: {16: ((16, 16, 4, 3),), 32: ((32, 16, 8, 2),)},
+    64: {16: ((16, 16, 4, 1),), 32: ((16, 16, 4, 1),)},
 }
 EXACT = KernelConfig(16, 16, 8, 1)  # float32
 
@@ -55,7 +62,8 @@ def tiles(problem: Problem, device: Device) -> tuple[KernelConfig, ...]:
         return (tables.INTERPRETER.forward,)
     if p.dtype is torch.float32:
         return (EXACT,)
-    most = MOST_ROWS // 2 if misaligned(p, device) else MOST_ROWS
+    table = TILES if p.eight_bit is None else EIGHT_BIT
+    by_rows = table[max(size for size in table if size <= memory_of(device))]
+    most = LEAST_WGMMA // 2 if misaligned(p, device) else max(by_rows)
     rows = min(most, max(16, power_of_two(packed_rows(p))))
-    by_rows = TILES[max(size for size in TILES if size <= memory_of(device))]
     return tuple(KernelConfig(*tile) for tile in by_rows[rows])
