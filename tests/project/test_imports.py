@@ -268,6 +268,7 @@ def test_other_names_use_the_public_functions_alone() -> None:
         "",
         "api.attention",
         "api.gradients",
+        "api.latent",
         "api.row_max",
         "call.counting",
         "call.sharding",

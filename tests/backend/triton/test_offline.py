@@ -21,8 +21,8 @@ from flashtile.backend.gpu.chips import SHARED_MEMORY
 from flashtile.backend.gpu.installed import triton_version
 from flashtile.backend.gpu.pairs import has_pairs
 from flashtile.backend.triton import entry
+from flashtile.backend.triton.constants import MAX_HEAD_DIM
 from flashtile.backend.triton.plan import latent
-from flashtile.backend.triton.support import MAX_HEAD_DIM
 from flashtile.backend.triton.tile_config import KernelConfig, TileConfig
 from flashtile.call.call import DIFFERENTIABLE, Call, Tangents
 from flashtile.call.device import Device

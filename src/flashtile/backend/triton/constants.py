@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+MAX_HEAD_DIM = 512
+MAX_LATENT_DIM = 576  # where values are the first 512 columns of k
 TRANSPOSED_ROWS = 8  # rows of a tile, if whole groups of query heads fit
 
 

@@ -14,10 +14,9 @@ from ...expression import Formula
 from ..gpu.chips import memory_of
 from ..gpu.formula import unsupported
 from ..gpu.installed import triton_version
+from .constants import MAX_HEAD_DIM, MAX_LATENT_DIM
 
 SUMMARY = "Triton kernels: any GPU that Triton serves, every feature"
-MAX_HEAD_DIM = 512
-MAX_LATENT_DIM = 576  # where values are the first columns of k
 MAX_SEQUENCES = 2**16  # packed; each program searches all of them
 
 

@@ -12,8 +12,7 @@ from ....call.problem import Problem, power_of_two
 from ...gpu.chips import MMA_SYNC, memory_of
 from ...gpu.decoding import MAX_ROWS, group_of, is_decoding, packed_rows
 from ...gpu.waves import splits_that_fill
-from ..constants import TRANSPOSED_ROWS
-from ..support import MAX_HEAD_DIM
+from ..constants import MAX_HEAD_DIM, TRANSPOSED_ROWS
 from ..tile_config import FusedConfig, KernelConfig, TileConfig, WidthConfigs
 from . import latent, tables
 from .cost import fits, programs_of_core
