@@ -117,9 +117,9 @@ def attention(
         num_splits: an int, into how many parts the keys are split in forward, where parts are computed side by side;
             `None` lets the backend choose. The result is the same up to rounding. It is a hint as FlashAttention's:
             docs/contract.md has the calls that take keys in order, and `flashtile.explain` says so of one.
-        v_dim: an int, the values are that many of k's first columns, `v = k[..., :v_dim]`, which are loaded once, as
-            those of a latent cache (DeepSeek-AI, "DeepSeek-V2", section 2.1). Outside of `torch.compile`, a v that is
-            such a view and narrower than k means the same. Pass `scale`: the default, `D ** -0.5` of all columns, is no
+        v_dim: an int, the values are the first `v_dim` columns of k, `v = k[..., :v_dim]`, and are loaded once, as in a
+            latent cache (DeepSeek-AI, "DeepSeek-V2", section 2.1). Outside of `torch.compile`, a v that is such a view
+            and narrower than k means the same. Pass `scale`: the default, `D ** -0.5` of all columns, is no
             model's, whose heads have other widths before the projections are absorbed.
         deterministic: `True` gives the same bits for the same call; `None` follows
             `torch.are_deterministic_algorithms_enabled()`.

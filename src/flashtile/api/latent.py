@@ -81,8 +81,8 @@ class Joined(NamedTuple):
 
 
 def with_query_of_values(function: str, q: Any, k: Any, v: Any, qv: Any) -> Joined:
-    """A call with `qv`, whose scores are `<q, k> + <qv, v>`, as one with `v_dim`. Rows of v with those of k right
-    behind them are taken as they are, others are copied.
+    """A call with `qv`, whose scores are `<q, k> + <qv, v>`, as one with `v_dim`. Rows of k right behind rows of v are
+    taken as they are, others are copied.
 
     Raises:
         ArgumentError: a tensor is missing, or `qv` is not q with the width of v.

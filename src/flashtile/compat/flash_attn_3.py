@@ -52,8 +52,8 @@ def flash_attn_func(
     The arguments: as in `flashtile.compat.flash_attn.flash_attn_func`. With `attention_chunk`, query
     i sees the keys of one chunk of so many positions, the one with `i + Sk - Sq`. `num_splits`
     are parts that the keys are split into; up to 1 lets the backend choose. `pack_gqa` and `sm_margin`, which tune the
-    original's kernels, are accepted and ignored. Scores are those
-    of q and k plus those of `qv [B, Sq, Hq, Dv]` and v. Descales must be `None`.
+    original's kernels, are accepted and ignored. Scores are
+    the products of q and k plus the products of `qv [B, Sq, Hq, Dv]` and v. Descales must be `None`.
 
     Returns:
         `out [B, Sq, Hq, Dv]`; with `return_attn_probs` `(out, softmax_lse [B, Hq, Sq])`, -inf for rows that see no key.
@@ -209,7 +209,7 @@ def flash_attn_with_kvcache(
     called `page_table`, and as in `flash_attn_func`. Caches of 8 bits, float8_e4m3fn as the original's or others of
     flashtile's, are read under q of 16 bits, with `k_descale` and `v_descale` `[B, Hkv]`.
     `scheduler_metadata` is accepted and ignored. `qv` is in the shape of q with Dv; k_cache is read in place where its
-    rows are right behind those of v_cache, as parts of one tensor, and new tokens need that.
+    rows are right behind the rows of v_cache, as parts of one tensor, and new tokens need that.
 
     Returns:
         `out` in the shape of q with Dv; with `return_softmax_lse` `(out, softmax_lse, out_accum, softmax_lse_accum)`:

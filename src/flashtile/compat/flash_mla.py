@@ -69,7 +69,7 @@ def flash_mla_with_kvcache(
     topk_length: Tensor | None = None,
     extra_topk_length: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over pages of latent rows, of which the first `head_dim_v` features are the values.
+    """Attention over pages of latent rows, whose first `head_dim_v` features are the values.
 
     Args:
         q: queries `[B, Sq, Hq, D]`, the last tokens of their sequences.

@@ -66,7 +66,7 @@ class BatchMLAPagedAttentionWrapper:
             kv_len_arr: integers `[B]`, keys of each sequence.
             page_size: keys of a page.
             causal: as in flashtile: the last query sees every key.
-            sm_scale: the factor of scores, for DeepSeek-V3 `192 ** -0.5` times that of its rotary scaling.
+            sm_scale: the factor of scores, for DeepSeek-V3 `192 ** -0.5` times the factor of its rotary scaling.
             num_heads, head_dim_ckv, head_dim_kpe, q_data_type, kv_data_type, use_profiler: ignored; tensors tell.
         """
         counts = kv_indptr.diff().long()  # [B]
@@ -108,7 +108,7 @@ class BatchMLAPagedAttentionWrapper:
                 `[num_pages, page_size, head_dim_kpe]`. Read in place if they are views of one tensor,
                 `rows[..., :head_dim_ckv]` and `rows[..., head_dim_ckv:]`; else the planned pages are copied together.
             out, lse: tensors for the results.
-            return_lse_base_on_e: log-sum-exp by the natural logarithm, not by that of base 2.
+            return_lse_base_on_e: log-sum-exp by the natural logarithm, not the one of base 2.
             profiler_buffer, kv_len, page_table: ignored; they belong to what is refused.
 
         Returns:

@@ -94,12 +94,12 @@ def projections(layer: Any) -> tuple[Tensor, Tensor]:
 
 
 def absorbed_queries(layer: Any, query: Tensor) -> Tensor:
-    """Queries `[B, H, Sq, nope + rope]` as those of rows, `[B, H, Sq, rank + rope]`."""
+    """Queries of heads `[B, H, Sq, nope + rope]` as queries of rows, `[B, H, Sq, rank + rope]`."""
     nope = layer.qk_nope_head_dim
     return torch.cat((query[..., :nope] @ projections(layer)[0], query[..., nope:]), -1)
 
 
 def outputs_of_heads(layer: Any, out: Tensor) -> Tensor:
-    """Outputs `[B, Sq, H, rank]` as those of heads, `[B, Sq, H, v_dim]`."""
+    """Outputs from rows `[B, Sq, H, rank]` as outputs of heads, `[B, Sq, H, v_dim]`."""
     values = projections(layer)[1]
     return (out.transpose(1, 2) @ values.transpose(1, 2)).transpose(1, 2)

@@ -107,7 +107,7 @@ def constants(
 
 
 def is_latent(call: Call, config: KernelConfig) -> bool:
-    """Whether the tile of values is a chunk of that of keys, or all of it, so that it is loaded once. Triton 3.6
+    """Whether the tile of values is a chunk of the tile of keys, or all of it, and is loaded once. Triton 3.6
     pipelines no loads of 8 bits whose numbers go into two products: there values are loaded again, from the L2 cache.
     """
     if call.settings.v_dim is None or is_eight_bit(call.tensors.k) or config.block_m <= TRANSPOSED_ROWS:

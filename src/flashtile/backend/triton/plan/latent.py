@@ -1,4 +1,4 @@
-"""The ways to run attention over latent rows: 576 features of keys, of which the first 512 are the values.
+"""The ways to run attention over latent rows: keys of 576 features, the first 512 are the values.
 
 Query heads of a group are rows of one tile, and there may be more of them than a tile has: 128 heads are two tiles. An
 accumulator of 512 columns fills the registers of 8 warps at 64 rows, and the rows of 16 heads leave one core room for
@@ -43,7 +43,7 @@ EXACT = KernelConfig(16, 16, 8, 1)  # float32
 
 
 def forward(problem: Problem, device: Device) -> Iterator[tuple[TileConfig, int]]:
-    """Tiles, and numbers of programs that share the keys of a tile. The first tile is that of a given `num_splits`."""
+    """Tiles, and numbers of programs that share the keys of a tile. A given `num_splits` has the first tile."""
     p, group = problem, group_of(problem)
     found = tiles(p, device)
     for tile in found:
