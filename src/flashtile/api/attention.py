@@ -11,11 +11,11 @@ from ..call.cache import CacheCall
 from ..call.cache_tensors import CacheTensors
 from ..call.window import ExactWindow as ExactWindow  # part of the interface, as the functions are
 from ..dispatch.cache_operator import attend_with_cache
-from .latent import cache_with_query_of_values, values_of, with_query_of_values
+from .latent import cache_with_query_of_values, with_query_of_values
 from .normalize import lengths_of, normalize
 from .out import direct_out
 from .public_call import Request, public_call
-from .settings import rotary_of
+from .settings import rotary_of, values_of
 from .signatures import (
     CacheKeywords,
     Causal,
@@ -324,11 +324,11 @@ def attention_with_kvcache(
 ) -> Tensor: ...
 @overload
 def attention_with_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, return_lse: Literal[True], **keywords: Unpack[CacheKeywords]
+    q: Tensor, k_cache: Tensor, v_cache: Tensor | None, *, return_lse: Literal[True], **keywords: Unpack[CacheKeywords]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention_with_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, return_lse: bool, **keywords: Unpack[CacheKeywords]
+    q: Tensor, k_cache: Tensor, v_cache: Tensor | None, *, return_lse: bool, **keywords: Unpack[CacheKeywords]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @public
 @public_call

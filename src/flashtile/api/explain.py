@@ -19,10 +19,11 @@ from ..call.words import in_words
 from ..dispatch.launches import launches_of, tangent_tiles_of, tiles_of, unsplit
 from ..dispatch.planner import candidates, plan
 from ..errors import BackendError
-from .latent import values_of, with_query_of_values
+from .latent import with_query_of_values
 from .mask_blocks import in_words as blocks_in_words
 from .mask_blocks import mask_blocks
 from .normalize import normalize
+from .settings import values_of
 
 ON_GPU = ("hopper", "triton")
 BEST = 5  # candidates

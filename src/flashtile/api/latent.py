@@ -1,7 +1,5 @@
-"""Values that are the first columns of the keys, as in DeepSeek's latent attention with absorbed projections.
-
-`v_dim` says so, and a narrower view of k shows it by its address. Queries of their own for the values (`qv`) take the
-same form: rows of v and k together.
+"""Queries of their own for the values (`qv`), by rows of values and keys together: the values are the first columns of
+the keys, as with `v_dim` (`settings.values_of`).
 """
 
 from typing import Any, NamedTuple
@@ -9,66 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.memory import address
 from ..errors import ArgumentError, call_of
-from .settings import as_int
-
-UNALIGNED = 1  # `address` of a tensor that has none
-
-
-class Values(NamedTuple):
-    """The values of a call and their scales; where they are the first columns of k, their number."""
-
-    v: Any
-    v_descale: Any
-    v_dim: int | None
-
-
-def values_of(
-    function: str, k: Any, v: Any, k_descale: Any, v_descale: Any, v_dim: Any, *, appends: bool = False
-) -> Values:
-    """The values of a call; `appends` where it has new ones, too, which a view of k cannot hold.
-
-    Raises:
-        ArgumentError: `v_dim` is no number of columns, or there are values or scales of values beside it.
-    """
-    if not isinstance(k, Tensor) or k.dim() == 0:
-        return Values(v, v_descale, None)  # the error is k's
-    if v_dim is None:
-        is_view = not appends and k_descale is v_descale and is_view_of_keys(k, v)
-        return Values(v, v_descale, v.shape[-1] if is_view else None)
-    name = "v_cache" if function == "attention_with_kvcache" else "v"
-    if v is not None:
-        raise ArgumentError(name, v, "None with v_dim: the values are the first columns of k", example(function))
-    if v_descale is not None and v_descale is not k_descale:
-        accepted = "None with v_dim: the values have the scales of k"
-        raise ArgumentError("v_descale", v_descale, accepted, example(function))
-    columns = as_int(v_dim)
-    if columns is None or not 1 <= columns <= k.shape[-1]:
-        accepted = f"an int from 1 to {k.shape[-1]}, the columns of k that are its values; or None"
-        raise ArgumentError("v_dim", v_dim, accepted, example(function))
-    return Values(k[..., :columns], k_descale, columns)
-
-
-def example(function: str) -> str:
-    if function == "attention":
-        return "flashtile.attention(q, k, None, v_dim=512, scale=192**-0.5)"
-    if function == "attention_varlen":
-        return "flashtile.attention_varlen(q, k, None, cu_seqlens_q, cu_seqlens_k, v_dim=512, scale=192**-0.5)"
-    return call_of(function, "v_dim=512, scale=192**-0.5").replace("v_cache", "None")
-
-
-def may_be_view(k: Tensor, v: Tensor) -> bool:
-    """Whether v is the first columns of k if it begins where k does: its rows are narrower, and as far apart."""
-    narrower = v.dim() == k.dim() and v.shape[:-1] == k.shape[:-1] and 0 < v.shape[-1] < k.shape[-1]
-    return narrower and v.dtype == k.dtype and v.stride() == k.stride()
-
-
-def is_view_of_keys(k: Tensor, v: Any) -> bool:
-    """Whether v is the first columns of k, by its address. A compiler's tensors have none."""
-    if torch.compiler.is_compiling() or not isinstance(v, Tensor) or not may_be_view(k, v):
-        return False
-    return UNALIGNED != address(k) == address(v)
 
 
 class Joined(NamedTuple):

@@ -4,18 +4,20 @@ import functools
 import math
 import operator
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..call.cache_tensors import RotarySettings
 from ..call.call import Settings
+from ..call.memory import address
 from ..call.numbers import ACCEPTED, LARGEST_INT, Accepted, chunk_within_bounds, unless_zero, within_bounds
 from ..call.window import ExactWindow, Window
 from ..errors import ArgumentError, call_of
 
 DEFAULT_ROTARY = RotarySettings()
+UNALIGNED = 1  # `address` of a tensor that has none
 OF_A_WINDOW = Accepted(
     -(2**63),
     LARGEST_INT,
@@ -159,3 +161,58 @@ def as_int(value: Any) -> Any:
         return None if isinstance(value, Tensor) else operator.index(value)
     except TypeError:
         return None
+
+
+class Values(NamedTuple):
+    """The values of a call and their scales; where they are the first columns of k, their number."""
+
+    v: Any
+    v_descale: Any
+    v_dim: int | None
+
+
+def values_of(
+    function: str, k: Any, v: Any, k_descale: Any, v_descale: Any, v_dim: Any, *, appends: bool = False
+) -> Values:
+    """The values of a call; `appends` where it has new ones, too, which a view of k cannot hold.
+
+    Raises:
+        ArgumentError: `v_dim` is no number of columns, or there are values or scales of values beside it.
+    """
+    if not isinstance(k, Tensor) or k.dim() == 0:
+        return Values(v, v_descale, None)  # the error is k's
+    if v_dim is None:
+        is_view = not appends and k_descale is v_descale and is_view_of_keys(k, v)
+        return Values(v, v_descale, v.shape[-1] if is_view else None)
+    name = "v_cache" if function == "attention_with_kvcache" else "v"
+    if v is not None:
+        raise ArgumentError(name, v, "None with v_dim: the values are the first columns of k", latent_example(function))
+    if v_descale is not None and v_descale is not k_descale:
+        accepted = "None with v_dim: the values have the scales of k"
+        raise ArgumentError("v_descale", v_descale, accepted, latent_example(function))
+    columns = as_int(v_dim)
+    if columns is None or not 1 <= columns <= k.shape[-1]:
+        accepted = f"an int from 1 to {k.shape[-1]}, the columns of k that are its values; or None"
+        raise ArgumentError("v_dim", v_dim, accepted, latent_example(function))
+    return Values(k[..., :columns], k_descale, columns)
+
+
+def latent_example(function: str) -> str:
+    if function == "attention":
+        return "flashtile.attention(q, k, None, v_dim=512, scale=192**-0.5)"
+    if function == "attention_varlen":
+        return "flashtile.attention_varlen(q, k, None, cu_seqlens_q, cu_seqlens_k, v_dim=512, scale=192**-0.5)"
+    return call_of(function, "v_dim=512, scale=192**-0.5").replace("v_cache", "None")
+
+
+def may_be_view(k: Tensor, v: Tensor) -> bool:
+    """Whether v is the first columns of k if it begins where k does: its rows are narrower, and as far apart."""
+    narrower = v.dim() == k.dim() and v.shape[:-1] == k.shape[:-1] and 0 < v.shape[-1] < k.shape[-1]
+    return narrower and v.dtype == k.dtype and v.stride() == k.stride()
+
+
+def is_view_of_keys(k: Tensor, v: Any) -> bool:
+    """Whether v is the first columns of k, by its address. A compiler's tensors have none."""
+    if torch.compiler.is_compiling() or not isinstance(v, Tensor) or not may_be_view(k, v):
+        return False
+    return UNALIGNED != address(k) == address(v)

@@ -18,9 +18,9 @@ from ..call.window import ExactWindow
 from ..expression import MaskMod, ScoreMod
 from ..expression.modifier import Modifier
 from ..expression.reads import Reads
-from .latent import is_view_of_keys, may_be_view
 from .normalize import constants, lengths_of, seed_of
 from .out import direct_out
+from .settings import is_view_of_keys, may_be_view
 
 SCALARS = (type(None), bool, int, float, str)
 FIELDS = Tensors._fields[:-1]

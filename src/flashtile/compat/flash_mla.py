@@ -101,6 +101,7 @@ def flash_mla_with_kvcache(
         name = "block_table" if block_table is None else "cache_seqlens"
         refuse(name, None, "integers: pages and lengths of the sequences", EXAMPLE)
     assert block_table is not None
+    assert cache_seqlens is not None
     if is_fp8_kvcache:
         k_cache, block_table = numbers_of_pages(q, k_cache, block_table)
     out, lse = attention_with_kvcache(

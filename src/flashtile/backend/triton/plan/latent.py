@@ -66,4 +66,4 @@ def tiles(problem: Problem, device: Device) -> tuple[KernelConfig, ...]:
     by_rows = table[max(size for size in table if size <= memory_of(device))]
     most = LEAST_WGMMA // 2 if misaligned(p, device) else max(by_rows)
     rows = min(most, max(16, power_of_two(packed_rows(p))))
-    return tuple(KernelConfig(*tile) for tile in by_rows[rows])
+    return tuple(KernelConfig(m, n, num_warps, num_stages) for m, n, num_warps, num_stages in by_rows[rows])
