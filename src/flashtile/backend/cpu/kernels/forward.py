@@ -73,7 +73,8 @@ class ForwardKernel(Kernel):
             self.call("prologue", p)
             lo.set(code.minimum(lo.get(), w.bounds[p * 4]))
             hi.set(code.maximum(hi.get(), w.bounds[p * 4 + 3]))
-        many_keys = needs_totals(lo.get(), hi.get())
+        # A sink belongs to no recent sum: to which one it would depends on the first key of the task's other rows.
+        many_keys = needs_totals(lo.get(), hi.get()) | self.a.pointer("sinks").is_null().equals(0)
         with code.if_then(many_keys), code.loop(0, panels) as p:
             self.call("clear_totals", p)
         with code.loop(lo.get() // BLOCK_N * BLOCK_N, hi.get(), BLOCK_N) as block:
@@ -105,10 +106,12 @@ class ForwardKernel(Kernel):
         self.load_queries(p)
 
     def clear_totals(self, p: Value) -> None:
+        """Begin with totals that have the sinks."""
         code, w, panel = self.code, self.w, self.panel
         rows = p * panel.rows
         panel.store(panel.load(w.m + rows), w.total_m + rows)
-        panel.store([code.full()] * panel.vectors, w.total_l + rows)
+        panel.store(panel.load(w.l + rows), w.total_l + rows)
+        panel.store([code.full()] * panel.vectors, w.l + rows)
         start, size = self.output_place(p)
         with code.loop(0, size, code.lanes) as n:
             (w.total_out + start).store(code.full(), n)
