@@ -63,6 +63,7 @@ def attention(
     num_splits: int | None = None,
     v_dim: int | None = None,
     deterministic: bool | None = None,
+    batch_invariant: bool = False,
     out: Tensor | None = None,
     backend: str = "auto",
     **unknown: Any,
@@ -123,6 +124,8 @@ def attention(
             model's, whose heads have other widths before the projections are absorbed.
         deterministic: `True` gives the same bits for the same call; `None` follows
             `torch.are_deterministic_algorithms_enabled()`.
+        batch_invariant: `True` makes the bits of a row of `out` and `lse` depend on its own sequence alone: not on the
+            batch, the neighbors' lengths or, causal, where the sequence is cut (docs/contract.md, Batch invariance).
         out: a tensor for the result, of its shape, dtype and device; any strides. For calls without derivatives.
             Kernels write into it if its rows are aligned to 16 bytes and it shares storage with no input; else, and
             under `torch.compile`, the result is copied.
@@ -156,6 +159,7 @@ def attention(
         dropout_seed=dropout_seed,
         num_splits=num_splits,
         deterministic=deterministic,
+        batch_invariant=batch_invariant,
         backend=backend,
         v_dim=v_dim,
     )
@@ -228,6 +232,7 @@ def attention_varlen(
     num_splits: int | None = None,
     v_dim: int | None = None,
     deterministic: bool | None = None,
+    batch_invariant: bool = False,
     out: Tensor | None = None,
     backend: str = "auto",
     **unknown: Any,
@@ -305,6 +310,7 @@ def attention_varlen(
         dropout_seed=dropout_seed,
         num_splits=num_splits,
         deterministic=deterministic,
+        batch_invariant=batch_invariant,
         backend=backend,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
@@ -369,6 +375,7 @@ def attention_with_kvcache(
     num_splits: int | None = None,
     v_dim: int | None = None,
     deterministic: bool | None = None,
+    batch_invariant: bool = False,
     out: Tensor | None = None,
     backend: str = "auto",
     **unknown: Any,
@@ -471,6 +478,7 @@ def attention_with_kvcache(
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
         deterministic=deterministic,
+        batch_invariant=batch_invariant,
         backend=backend,
         num_splits=num_splits,
         cache=cache,

@@ -48,7 +48,8 @@ class Explanation:
         backward: the backend of the backward pass, or "none".
         backward_tile: the shape of its tiles.
         backward_rest: names of the inputs whose gradients another backend computes, and that backend.
-        tangents: the backend of a forward pass in forward mode, along tangents of q, k and v.
+        tangents: the backend of a forward pass in forward mode, along tangents of q, k and v; "none" with
+            `batch_invariant`.
         tangents_why_not: as `why_not`, for forward mode.
         tangents_tile: the shape of its tiles.
         kernels: where the GPU kernels of forward and backward come from: an archive, or Triton at their first use.
@@ -99,7 +100,7 @@ class Explanation:
     def __str__(self) -> str:
         why_not = "".join(f"\n  not {name}: {reason}" for name, reason in self.why_not.items())
         backward = f"backward: backend {self.backward}, {self.backward_tile}\n" if self.backward != self.backend else ""
-        if self.tangents != self.backend:
+        if self.tangents not in (self.backend, "none"):
             backward += f"forward mode: backend {self.tangents}, {self.tangents_tile}"
             backward += "".join(f"\n  not {name}: {reason}" for name, reason in self.tangents_why_not.items()) + "\n"
         backward += "".join(f"gradient of {name}: backend {backend}\n" for name, backend in self.backward_rest.items())
@@ -162,7 +163,7 @@ def explain(
     needs = needs_of(call)
     backward = backward_plan(problem, q.device, call.settings.backend, needs)
     tile, backward_tile = tiles_in_words(call, chosen, backward, needs)
-    along = plan(problem, q.device, call.settings.backend, moves=QKV)
+    along = None if problem.batch_invariant else plan(problem, q.device, call.settings.backend, moves=QKV)
     pairs = pairs_of(call, problem)
     flops = forward_flops(pairs, problem.head_dim, problem.head_dim_v)
     separate = call.tensors._replace(v=None) if problem.latent else call.tensors  # its bytes are those of k
@@ -183,9 +184,9 @@ def explain(
         backward="none" if backward is None else backward.backend,
         backward_tile=backward_tile,
         backward_rest={} if backward is None or backward.rest is None else backward.rest.in_words(),
-        tangents=along.backend,
-        tangents_why_not=dict(along.why),
-        tangents_tile=words_of(tangent_tiles_of(along)),
+        tangents="none" if along is None else along.backend,
+        tangents_why_not={} if along is None else dict(along.why),
+        tangents_tile="" if along is None else words_of(tangent_tiles_of(along)),
         kernels=kernels_in_words(call, chosen, None if backward is None else (backward, needs)),
         visible_pairs=pairs,
         mask_blocks=mask_blocks(call, problem),
@@ -254,7 +255,7 @@ def described_call(
             "v_dim",
         )
     )
-    defaults |= {"causal": False, "dropout_p": 0.0, "backend": "auto"}
+    defaults |= {"causal": False, "dropout_p": 0.0, "batch_invariant": False, "backend": "auto"}
     if cu_q is not None:
         defaults |= {"max_seqlen_q": None, "max_seqlen_k": None}
     known = {*tensor_names, *defaults, "return_lse", "out"} | ({"qv"} if cu_q is not None else set())

@@ -44,6 +44,7 @@ def normalize(
     max_seqlen_k: Any = None,
     num_splits: Any = None,
     v_dim: int | None = None,
+    batch_invariant: Any = False,
     cache: CacheTensors | None = None,
     whole: bool = True,
 ) -> Call:
@@ -55,7 +56,7 @@ def normalize(
         deterministic = torch.are_deterministic_algorithms_enabled()
     scalars = (
         causal, window, attention_chunk, scale, softcap, dropout_p, max_seqlen_q, max_seqlen_k, num_splits,
-        deterministic, backend,
+        deterministic, batch_invariant, backend,
     )  # fmt: skip
     mask_mod = tensors.get("mask")
     if mask_mod is not None and (isinstance(mask_mod, MaskMod) or callable(mask_mod) or is_flex(mask_mod)):

@@ -53,6 +53,7 @@ def new_settings(
     max_seqlen_k: Any,
     num_splits: Any,
     deterministic: Any,
+    batch_invariant: Any,
     backend: Any,
 ) -> Settings:
     bounds = window_of(function, causal, window)
@@ -68,6 +69,7 @@ def new_settings(
         max_seqlen_k=integer(function, "max_seqlen_k", max_seqlen_k),
         num_splits=integer(function, "num_splits", num_splits),
         deterministic=flag(function, "deterministic", deterministic, "True, False or None"),
+        batch_invariant=flag(function, "batch_invariant", batch_invariant, "True or False"),
         backend=backend_name(function, backend),
     )
 

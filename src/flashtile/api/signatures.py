@@ -38,6 +38,7 @@ class Keywords(TypedDict, total=False):
     num_splits: int | None
     v_dim: int | None
     deterministic: bool | None
+    batch_invariant: bool
     out: Tensor | None
     backend: str
 

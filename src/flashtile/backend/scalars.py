@@ -102,7 +102,7 @@ def splits_of(call: Call, planned: int, block_n: int) -> int:
     """
     k, page_table = call.tensors.k, call.tensors.page_table
     keys = k.shape[1] * page_table.shape[1] if page_table is not None else k.shape[-2 if k.dim() == 4 else 0]
-    return min(call.settings.num_splits or planned, max(-(-power_of_two(keys) // block_n), 1))
+    return min(call.settings.requested_splits or planned, max(-(-power_of_two(keys) // block_n), 1))
 
 
 def window_numbers(call: Call) -> dict[str, Any]:

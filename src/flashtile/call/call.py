@@ -94,6 +94,7 @@ class Settings(NamedTuple):
     num_splits: int | None = None
     v_dim: int | None = None  # v is the first columns of k, as many
     deterministic: Annotated[bool, Feature(layouts=(DENSE, VARLEN))] = False
+    batch_invariant: bool = False  # bits of a row depend on its own sequence alone
     backend: str = "auto"
     # Where this call lies in a larger, sharded one. Positions, masks, ALiBi, dropout and score_mod count from here.
     b0: Annotated[int, OF_A_PART] = 0
@@ -102,6 +103,11 @@ class Settings(NamedTuple):
     j0: Annotated[int, OF_A_PART] = 0
     diagonal: Annotated[int, OF_A_PART] = 0  # what Sk - Sq of the whole exceeds Sk - Sq of this part by
     num_heads: Annotated[int | None, OF_A_PART] = None  # query heads of the whole; None: those of q
+
+    @property
+    def requested_splits(self) -> int | None:
+        """`num_splits`, which a batch-invariant call does not use: positions alone split its keys."""
+        return None if self.batch_invariant else self.num_splits
 
     @property
     def window(self) -> Window:

@@ -77,6 +77,7 @@ class Problem:
     mask_mod: Formula | Untraced | None = field(repr=False)
     dropout: bool
     deterministic: bool
+    batch_invariant: bool  # a plan depends neither on the batch nor on lengths
     alignment: int  # bytes that divide every stride and base address of q, k and v, at most 16
     octet_start: int = 0  # with dropout: the first key's place among the eight that share a counter
     eight_bit: EightBit | None = None  # keys and values of 8 bits
@@ -117,7 +118,7 @@ class Problem:
             batch=batch,
             num_heads_q=t.q.shape[1],
             num_heads_kv=num_heads_kv,
-            seqlen_q=seqlen_q,
+            seqlen_q=least_rows(call, seqlen_q),
             seqlen_k=seqlen_k,
             head_dim=t.q.shape[-1],
             head_dim_v=t.v.shape[-1],
@@ -131,11 +132,19 @@ class Problem:
             mask_mod=mask_mod,
             dropout=s.dropout_p > 0,
             deterministic=s.deterministic,
+            batch_invariant=s.batch_invariant,
             alignment=alignment(t.q, t.k, t.v),
             octet_start=s.j0 % OCTET if s.dropout_p > 0 else 0,
             eight_bit=eight_bit.describe(t.k, *descales) if t.k.dtype in eight_bit.FORMATS else None,
             latent=s.v_dim is not None,
         )
+
+    @property
+    def decodes(self) -> bool:
+        """Whether a batch-invariant call has one query for each sequence, which its arguments say: `Sq`, or
+        `max_seqlen_q` of packed queries. Such calls have kernels of their own.
+        """
+        return self.batch_invariant and self.seqlen_q <= 1
 
     @property
     def counts(self) -> Counts:
@@ -175,6 +184,14 @@ class Problem:
             seqlen_k=power_of_two(self.seqlen_k),
             window=window,
         )
+
+
+def least_rows(call: Call, seqlen_q: int) -> int:
+    """The longest sequence's rows as a plan counts them. Of a batch-invariant packed call without `max_seqlen_q`, one
+    token in all says nothing about other batches.
+    """
+    unknown = call.tensors.cu_seqlens_q is not None and call.settings.max_seqlen_q is None
+    return max(seqlen_q, 2) if unknown and call.settings.batch_invariant else seqlen_q
 
 
 def too_long(problem: Problem) -> str | None:

@@ -11,7 +11,9 @@ def in_words(problem: Problem, *, lengths: bool = True) -> str:
     dim = f"{p.head_dim}/{p.head_dim_v}" if p.head_dim != p.head_dim_v else f"{p.head_dim}"
     seqlen = f"seqlen {p.seqlen_q} x {p.seqlen_k}, " if lengths else ""
     dim += ", v in k" * p.latent
-    features = [name for name in ("softcap", "dropout", "deterministic", "seqused_q") if getattr(p, name)]
+    features = [
+        name for name in ("softcap", "dropout", "deterministic", "batch_invariant", "seqused_q") if getattr(p, name)
+    ]
     present = {name: x for name, x in p.features._asdict().items() if x is not None}
     features += [name if x is True else f"{name} with broadcast {x}" for name, x in present.items()]
     if p.score_mod is not None:

@@ -64,6 +64,7 @@ def arguments(parser: ArgumentParser) -> None:
     flag(parser, "--sinks", help="Attention sinks, one for each head.")
     option(parser, "--dropout", type=float, default=0.0, help="The probability of dropping a weight.")
     flag(parser, "--deterministic", help="The same bits for the same call.")
+    flag(parser, "--batch-invariant", help="Bits of a row that depend on its own sequence alone.")
     option(parser, "--backend", default="auto", help="A backend by name, or auto.")
     flag(parser, "--kernels", help="Instead, list the kernels that such calls of all lengths and batches compile.")
     json_option(parser)
@@ -101,6 +102,7 @@ def settings_of(options: dict[str, Any]) -> dict[str, Any]:
         "scale": options["scale"],
         "dropout_p": options["dropout"],
         "deterministic": options["deterministic"] or None,
+        "batch_invariant": options["batch_invariant"],
     }
 
 

@@ -70,6 +70,8 @@ def unsplit(plan: Plan, call: Call) -> str | None:
     """Why a call's forward pass does not split keys into as many parts as `num_splits` asks for; `None` if it does."""
     if call.settings.num_splits in (None, 1):
         return None
+    if call.settings.batch_invariant:
+        return "with batch_invariant, positions alone split the keys"
     return optional(SUPPORT[plan.backend], "unsplit", plan, call)
 
 

@@ -200,8 +200,8 @@ def fastest(
         if reason is None or rest is not None:
             way = candidates_of(name, problem, device, own, moves)[0]
             plans.append(Plan(name, way.tile, way.num_splits, (), rest, way.microseconds))
-            if way.microseconds <= 0.0:
-                break  # nothing takes less
+            if way.microseconds <= 0.0 or problem.batch_invariant:
+                break  # nothing takes less, or expected times, which follow from the batch, do not count
         else:
             reasons[name] = reason
     if not plans:
@@ -230,6 +230,8 @@ def declines_on_device(
     if reason is None and needs is not None:
         reason = optional(support, "declines_backward", problem, device, needs)
     if reason is None and moves is not None:
+        if problem.batch_invariant:
+            return f"{derivative(needs)} has other kernels, whose bits are not those of a batch-invariant call"
         if not hasattr(support, "tangent_candidates" if needs is None else "second_candidates"):
             return f"it has no kernel of {derivative(needs)}"
         reason = optional(support, "declines_tangents", problem, device, moves)

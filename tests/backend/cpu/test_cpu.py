@@ -35,7 +35,7 @@ from flashtile.testing.layouts import LAYOUTS, lay_out
 from flashtile.testing.poison import poisoned_allocation
 from flashtile.testing.tolerance import compare
 
-arguments, backward, forward, tangents, jit, targets, threads, variants = (
+arguments, backward, forward, tangents, jit, support, targets, threads, variants = (
     importlib.import_module(f"flashtile.backend.cpu.{name}")
     for name in (
         "arguments", "kernels.backward", "kernels.forward", "kernels.tangents", "jit", "targets", "threads", "variant",
@@ -255,7 +255,8 @@ def test_decoding_has_vectors_that_features_fill(monkeypatch: pytest.MonkeyPatch
 
     def width(head_dim: int, rows: int, dtype: torch.dtype = torch.float32) -> int | None:
         q, k = torch.empty(1, rows, 1, head_dim, dtype=dtype), torch.empty(1, 1, 9, head_dim, dtype=dtype)
-        target = arguments.decode_target(Call(Tensors(q, k, k), Settings(scale=1.0)), rows)
+        tile = support.TileConfig(rows, 96)
+        target = arguments.decode_target(Call(Tensors(q, k, k), Settings(scale=1.0)), tile)
         return None if target is None else target.vector_bytes
 
     assert [width(64, rows) for rows in (1, 8, 9)] == [64, 64, None]

@@ -3,3 +3,6 @@
 Four axes, one module each: `tiles` (rows and keys), `masking` (visible pairs), `scores` (score features), `softmax` and
 `rng` (normalization and dropout).
 """
+
+# Why these backends decline batch-invariant calls.
+PRODUCTS_OF_PYTORCH = "PyTorch multiplies, whose products round a row by the sizes of its tile"

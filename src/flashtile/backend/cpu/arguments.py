@@ -17,6 +17,7 @@ from ...expression.derivative import Load
 from ...expression.program import TensorType, joined, type_of
 from ..scalars import finite_softcap, head_strides, keep_scale, rows_last, strides_of, threshold
 from . import targets
+from .support import TileConfig
 from .tables import GRADIENT_DIMENSIONS, UNLIMITED, stored_dtype
 from .targets import Target
 from .variant import CAPTURED, FIELDS, REALS, Variant
@@ -135,24 +136,26 @@ def extent(x: Tensor) -> int:
     return sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
 
 
-def decode_target(call: Call, rows: int) -> Target | None:
+def decode_target(call: Call, tile: TileConfig) -> Target | None:
     """The target of the decode kernel, with the widest vectors that features fill, narrower ones than the processor's
-    if need be; `None` if tasks of `rows` query rows would fill more than half of such a vector.
+    if need be; `None` if a task's query rows would fill more than half of such a vector.
     """
+    if tile.queries == "several":
+        return None
     host, size = targets.host(), accumulation_dtype(call.tensors.q.dtype).itemsize
     width = host.vector_bytes
-    while width >= targets.NARROWEST and 2 * rows * size <= width:
+    while width >= targets.NARROWEST and 2 * tile.rows * size <= width:
         if all(x.shape[-1] * size % width == 0 for x in (call.tensors.q, call.tensors.v)):
             return host._replace(vector_bytes=width)
         width //= 2
     return None
 
 
-def uses_matrix_tiles(call: Call, rows: int) -> bool:
-    """Whether the forward kernel for tasks of `rows` query rows multiplies matrix tiles."""
+def uses_matrix_tiles(call: Call, tile: TileConfig) -> bool:
+    """Whether the forward kernel for such tasks multiplies matrix tiles."""
     t = call.tensors
     has_tiles = targets.host().tiles is not None and t.q.dtype is t.k.dtype is torch.bfloat16
-    return has_tiles and decode_target(call, rows) is None
+    return has_tiles and decode_target(call, tile) is None
 
 
 def whole_vectors(call: Call, x: Tensor) -> bool:

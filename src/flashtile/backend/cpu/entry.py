@@ -26,4 +26,4 @@ def tiles(plan: Plan, call: Call, needs: Needs | None) -> dict[str, Any]:
     """The tiles of a call's pass, and the instructions of forward's products: AMX's, or vectors'."""
     if needs is not None:
         return plan.tile._asdict()  # type: ignore[no-any-return]
-    return plan.tile._asdict() | {"forward by": host_width(uses_matrix_tiles(call, plan.tile.rows))}
+    return plan.tile._asdict() | {"forward by": host_width(uses_matrix_tiles(call, plan.tile))}

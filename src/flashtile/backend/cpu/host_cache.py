@@ -60,9 +60,10 @@ class CacheRecording:
                     append(inputs[PLACES[cache]], inputs[PLACES[new]], held)  # type: ignore[arg-type]
         sequences = self.launch.lengths.table.copy()
         sequences[:-1, SEQLEN_K] = [n + self.appended for n in held]
-        splits = used_splits(self.launch.splits, self.launch.least_splits, longest)
+        splits = used_splits(self.launch.splits, self.launch.least_splits, longest, self.launch.split_keys)
         tasks = self.tiles * splits
-        fields = {"sequences": sequences.ctypes.data, "tasks": tasks, "splits": splits, "chunk": chunk(longest, splits)}
+        of_split = chunk(longest, splits, self.launch.split_keys)
+        fields = {"sequences": sequences.ctypes.data, "tasks": tasks, "splits": splits, "chunk": of_split}
         launch = self.launch._replace(
             block=args.with_fields(self.launch.block, fields),
             max_threads=min(tasks, threads_for(self.work_per_key, longest)),

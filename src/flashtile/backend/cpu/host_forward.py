@@ -20,6 +20,7 @@ from .launch import KernelLaunch, TensorSpec, run
 from .lengths import chunk, lengths, max_threads, used_splits
 from .machine_code import CpuKernel, function_address
 from .recording import recorded
+from .support import INVARIANT_KEYS
 from .variant import FORWARD
 
 
@@ -95,21 +96,24 @@ def forward_launch(
 ) -> KernelLaunch:
     """Choose the variant and compute all arguments of the kernel but the addresses."""
     q, _, v = inputs
-    for_decode = args.decode_target(call, plan.tile.rows)
+    for_decode = args.decode_target(call, plan.tile)
     target = targets.host() if for_decode is None else for_decode
     variant = args.variant_of(call, target, plan.tile.rows)
-    tiles = args.uses_matrix_tiles(call, plan.tile.rows)
+    tiles = args.uses_matrix_tiles(call, plan.tile)
     row_values = not tiles and args.whole_vectors(call, v)
     variant = variant._replace(row_values=row_values, decode=for_decode is not None, tiles=tiles)
     splits = least_splits = splits_of(call, plan.num_splits, workspace.BLOCK_N)
-    if call.settings.num_splits is None:
+    if call.settings.requested_splits is None:
         least_splits = 1
     if out.dtype != q.dtype:  # which the kernel writes as combined results alone
         splits, least_splits = max(splits, 2), max(least_splits, 2)
     layout = workspace.tile_layout if tiles else workspace.forward_layout
     kernel = CpuKernel(FORWARD, variant, target)
     launch = launch_over_rows(kernel, layout, plan.tile.rows, call, inputs, (out, lse))
-    return with_lengths(launch._replace(splits=splits, least_splits=least_splits), call)
+    split_keys = INVARIANT_KEYS if plan.tile.queries == "one" else None
+    if split_keys is not None:  # merged also where there is one part, as in another batch
+        splits, least_splits = max(splits, 2), 2
+    return with_lengths(launch._replace(splits=splits, least_splits=least_splits, split_keys=split_keys), call)
 
 
 def launch_over_rows(
@@ -154,7 +158,7 @@ def with_lengths(launch: KernelLaunch, call: Call) -> KernelLaunch:
     """The launch with the tasks of a call's lengths."""
     (rows, rows_in_use), heads_kv = launch.task_rows, args.heads_kv(call)
     of_call = lengths(call, heads_kv, call.tensors.q.shape[1] // heads_kv, rows)
-    splits = used_splits(launch.splits, launch.least_splits, of_call.max_seqlen_k)
+    splits = used_splits(launch.splits, launch.least_splits, of_call.max_seqlen_k, launch.split_keys)
     tasks = of_call.tasks * splits
     block = args.with_counters(launch.block, of_call.tasks) if launch.splits > 1 else launch.block
     fields = {
@@ -162,7 +166,7 @@ def with_lengths(launch: KernelLaunch, call: Call) -> KernelLaunch:
         "tasks": tasks,
         "batch": of_call.batch,
         "splits": splits,
-        "chunk": chunk(of_call.max_seqlen_k, splits),
+        "chunk": chunk(of_call.max_seqlen_k, splits, launch.split_keys),
     }
     return launch._replace(
         block=args.with_fields(block, fields),

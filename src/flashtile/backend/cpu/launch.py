@@ -48,6 +48,7 @@ class KernelLaunch(NamedTuple):
     lengths: Lengths
     splits: int = 1  # the most; in backward those of the keys
     least_splits: int = 1  # forward only
+    split_keys: int | None = None  # keys of a split, where they do not depend on the longest sequence
     results: tuple[TensorSpec, ...] = ()
     blocks: BlockTable | None = None
     task_rows: tuple[int, int] = (0, 0)  # query rows of a task in forward, and those of them that may be in use

@@ -97,13 +97,17 @@ def packed_lengths(call: Call, heads_kv: int, groups: int, rows: int) -> Lengths
     return Lengths(table, batch, int(table[-1, 0]), int(seqlen_k.max(initial=0)), max_rows, unused)
 
 
-def used_splits(most: int, least: int, max_seqlen_k: int) -> int:
-    """Splits of the keys: a cache may have room for many, and hold few."""
-    return max(least, min(most, max_seqlen_k // SPLIT_KEYS))
+def used_splits(most: int, least: int, max_seqlen_k: int, split_keys: int | None = None) -> int:
+    """Splits of the keys: a cache may have room for many, and hold few. `split_keys` are those of each split, if they
+    do not depend on the longest sequence.
+    """
+    return max(least, min(most, max_seqlen_k // SPLIT_KEYS if split_keys is None else -(-max_seqlen_k // split_keys)))
 
 
-def chunk(max_seqlen_k: int, splits: int) -> int:
+def chunk(max_seqlen_k: int, splits: int, split_keys: int | None = None) -> int:
     """Keys of one split, a multiple of the block size."""
+    if split_keys is not None:
+        return split_keys
     return -(-max_seqlen_k // (splits * BLOCK_N)) * BLOCK_N if splits > 1 else UNLIMITED
 
 

@@ -24,15 +24,19 @@ MACHINES = ("x86_64", "amd64", "arm64", "aarch64")
 ROWS = 256
 ROW_BYTES = 2**18
 SPLIT_KEYS = 384  # least keys of a split
+INVARIANT_KEYS = 768  # keys of a split of a batch-invariant call, counted from the first one
 TARGET_TASKS = 32
 SHARED_TASKS = 256  # tasks of a call, which the threads of a large machine share evenly enough
 
 
 class TileConfig(NamedTuple):
-    """Packed query rows of a task, and keys of a block."""
+    """Packed query rows of a task, and keys of a block. A batch-invariant call has `queries`, "one" for each sequence
+    or "several": the kernel of decoding and its parts of `INVARIANT_KEYS`, or the other kernel and whole rows.
+    """
 
     rows: int
     keys: int
+    queries: str | None = None
 
 
 @functools.cache
@@ -80,11 +84,14 @@ def tile(problem: Problem, copies: int = 1) -> TileConfig:
     parts = 4
     if problem.dtype is torch.bfloat16:
         parts = min(parts, -(-SHARED_TASKS // max(problem.batch * problem.num_heads_kv, 1)))
-    return TileConfig(max(1, min(ROWS, max_rows, rows if rows <= 64 else max(64, rows // parts))), 96)
+    queries = ("one" if problem.decodes else "several") if problem.batch_invariant else None
+    return TileConfig(max(1, min(ROWS, max_rows, rows if rows <= 64 else max(64, rows // parts))), 96, queries)
 
 
 def num_splits(problem: Problem) -> int:
     """Splits of the keys, for few query rows. Independent of the number of threads, so that results are too."""
+    if problem.batch_invariant:
+        return -(-problem.seqlen_k // INVARIANT_KEYS) if problem.decodes else 1
     rows = problem.seqlen_q * problem.num_heads_q // max(problem.num_heads_kv, 1)
     if rows > 64:
         return 1

@@ -7,6 +7,7 @@ from ...call.device import Device
 from ...call.plan import Candidate, Plan
 from ...call.problem import Problem
 from ...call.window import visible_pairs
+from ..blockwise import PRODUCTS_OF_PYTORCH
 
 if TYPE_CHECKING:
     from ..blockwise.tiles import TileShape
@@ -31,7 +32,8 @@ def unusable() -> str | None:
 
 
 def declines(problem: Problem, device: Device) -> str | None:
-    return None
+    """Why the backend does not take a problem; `None` if it does."""
+    return PRODUCTS_OF_PYTORCH if problem.batch_invariant else None
 
 
 def candidates(problem: Problem, device: Device, needs: Needs | None) -> list[Candidate]:

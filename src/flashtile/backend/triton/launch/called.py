@@ -18,7 +18,7 @@ MOST_STRIDE = 2**20  # elements from row to row of the fused kernel's tensors
 def called_tile(tile: TileConfig, call: Call) -> TileConfig:
     """The configurations for the precision that is allowed now, and for the number of splits that the caller chose."""
     tile = by_tf32(tile) if allows_tf32() else tile
-    if call.settings.num_splits is None or tile.given_splits is None:
+    if call.settings.requested_splits is None or tile.given_splits is None:
         return tile
     return tile._replace(forward=tile.given_splits)
 
