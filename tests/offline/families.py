@@ -16,6 +16,7 @@ FAMILIES = (
     "packed, hdim 48 apart", "packed everything", "paged", "one query",
     "hdim 40/1, twenty queries", "hdim 512, sixteen rows", "bias, hdim 32, whole blocks",
     "latent rows, 16 heads", "latent rows, 32 heads", "latent rows, 128 heads",
+    "batch-invariant", "batch-invariant, one query",
 )  # fmt: skip
 
 
@@ -46,6 +47,10 @@ def latent_call(heads: int, dtype: torch.dtype = torch.bfloat16) -> Call:
 def call_of_family(name: str) -> Call:
     if name.startswith("latent rows"):
         return latent_call(int(name.split()[2]))
+    if name.startswith("batch-invariant"):
+        rows = 1 if name.endswith("one query") else 300
+        q, k = (torch.empty(2, heads, n, 128, dtype=torch.bfloat16) for heads, n in ((8, rows), (2, 500)))
+        return described_call(q, k, k, None, None, {"causal": True, "batch_invariant": True})
     if name not in VARIANTS:  # lengths of a variant are random
         q, bias = (torch.empty(1, 2, 512, n, dtype=torch.bfloat16) for n in (32, 512))
         return described_call(q, q, q, None, None, {"bias": bias})

@@ -77,11 +77,11 @@ class Problem:
     mask_mod: Formula | Untraced | None = field(repr=False)
     dropout: bool
     deterministic: bool
-    batch_invariant: bool  # a plan depends neither on the batch nor on lengths
     alignment: int  # bytes that divide every stride and base address of q, k and v, at most 16
     octet_start: int = 0  # with dropout: the first key's place among the eight that share a counter
     eight_bit: EightBit | None = None  # keys and values of 8 bits
     latent: bool = False  # v is the first columns of k
+    batch_invariant: bool = False  # a plan depends neither on the batch nor on lengths
     fine: Counts | None = None  # counts of a bucket: rounded less than the others
 
     @classmethod
@@ -132,11 +132,11 @@ class Problem:
             mask_mod=mask_mod,
             dropout=s.dropout_p > 0,
             deterministic=s.deterministic,
-            batch_invariant=s.batch_invariant,
             alignment=alignment(t.q, t.k, t.v),
             octet_start=s.j0 % OCTET if s.dropout_p > 0 else 0,
             eight_bit=eight_bit.describe(t.k, *descales) if t.k.dtype in eight_bit.FORMATS else None,
             latent=s.v_dim is not None,
+            batch_invariant=s.batch_invariant,
         )
 
     @property

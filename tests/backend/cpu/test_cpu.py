@@ -35,7 +35,7 @@ from flashtile.testing.layouts import LAYOUTS, lay_out
 from flashtile.testing.poison import poisoned_allocation
 from flashtile.testing.tolerance import compare
 
-arguments, backward, forward, tangents, jit, support, targets, threads, variants = (
+arguments, backward, forward, tangents, jit, targets, threads, variants = (
     importlib.import_module(f"flashtile.backend.cpu.{name}")
     for name in (
         "arguments", "kernels.backward", "kernels.forward", "kernels.tangents", "jit", "targets", "threads", "variant",

@@ -45,6 +45,8 @@ class Constants:
     V_SCALES: str = ""
     VALUES: str = ""  # dtype of products with values, if not q's: "bf16x2" or, in the interpreter, "fp32"
     LATENT: bool = False  # values are the first chunk of the keys' rows, or all of them
+    BATCH_INVARIANT: bool = False  # a row sees its blocks in order, and other rows' change nothing
+    PART_KEYS: int = 0  # keys of a part (`kernels.decode`)
     EVEN: bool = False  # no block needs masks; that of dq is slower without their code
 
 

@@ -38,6 +38,7 @@ class TileConfig(NamedTuple):
     lengths. `dbias` is dq's tile unless it is given. `given_splits` is forward's tile where the caller fixes
     `num_splits`, `tangents` the tile of forward with tangents, and `second` the tiles of rows and of keys in a second
     derivative. `products` and `products_backward` name who multiplies where PyTorch does (`launch.products`).
+    Batch-invariant decoding has parts of `part_keys`.
     """
 
     forward: KernelConfig
@@ -52,6 +53,7 @@ class TileConfig(NamedTuple):
     second: tuple[KernelConfig, KernelConfig] | None = None
     products: str | None = None
     products_backward: str | None = None
+    part_keys: int = 0
 
 
 class WidthConfigs(NamedTuple):

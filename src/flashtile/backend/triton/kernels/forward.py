@@ -26,7 +26,7 @@ from .masking import (
     num_visits,
 )
 from .parameters import KeyTensor, Params, QueryTensor, RowTensor, ScaleTensor
-from .products import add_product, inner_products, scaled, zeros
+from .products import Sum, Sums, add_product, inner_products, scaled, zeros
 from .prologue import batch_index, prologue
 from .rng import keep_mask
 from .rows import Chunks, chunked, elements, head_pointer, interleaved, load_rows, store_rows
@@ -91,10 +91,11 @@ def forward_kernel(
         with_sink = (split == 0) & (work.sequence < lengths.batch)
         acc = few_rows.zeros(BLOCK_M, DV) if TRANSPOSED else zeros(BLOCK_M, DV, COMPENSATED)
         state = softmax.init(params.scores.sinks, head, with_sink, info.factor, acc, BLOCK_M, COMPENSATED, NATURAL)
-        # Few blocks, and loading them is all the work: one loop waits for its first block once.
+        # Few blocks, and loading them is all the work: one loop waits for its first block once. Batch-invariant calls
+        # visit blocks in order: which of them need masks depends on the tile's other rows.
         if TRANSPOSED:
             state = few_rows.inner_loop(state, blocks, q_i, rows, kv, descales, params, info, bounds, CONFIG)
-        elif PACK_GQA > 1 or (SPLITS > 1 and BLOCK_M < 64):
+        elif PACK_GQA > 1 or (SPLITS > 1 and BLOCK_M < 64) or CONFIG.BATCH_INVARIANT:
             IN_RANGE: tl.constexpr = CONFIG.PAGE_SIZE == 0
             state = inner_loop(
                 state, all_masked(blocks), listed, q_i, rows, kv, descales, params, info, bounds, True, IN_RANGE,
@@ -192,6 +193,8 @@ def inner_loop(
             t = mask_edges(s.t, -INFINITY, bounds, edges, start_n, params, info, rows, keys, keys_exist, BOUNDED)
         m, alpha, p = softmax.update(state, t, info.factor, CONFIG.COMPENSATED, CONFIG.NATURAL)
         l = softmax.add_row_sums(state, alpha, p, CONFIG.COMPENSATED)  # noqa: E741
+        if CONFIG.BATCH_INVARIANT and CONFIG.COMPENSATED:
+            empty = tl.sum(p, 1) == 0.0
         if params.dropout.threshold is not None:
             p = tl.where(keep_mask(params.dropout, info.stream, rows, start_n, BLOCK_N), p, 0.0)
         if CONFIG.V_SCALES == "key":
@@ -204,6 +207,8 @@ def inner_loop(
         acc = add_product(state.acc, alpha[:, None], p, v_j, DV, CONFIG)
         if CONFIG.VALUES == "bf16x2":
             acc = add_product(acc, None, bf16_remainder(p), v_j, DV, CONFIG)
+        if CONFIG.BATCH_INVARIANT and CONFIG.COMPENSATED:
+            l, acc = without_empty_rows(state, l, acc, empty, DV)  # noqa: E741
         state = RowState(m, l, acc)
     return state
 
@@ -215,6 +220,23 @@ def values_of(k, dtype: tl.constexpr, DV: tl.constexpr):
         return Chunks(k.a.to(dtype), 0.0)
     else:
         return Chunks(k.a.to(dtype), k.b.to(dtype))
+
+
+@triton.jit
+def without_empty_rows(state, l, acc, empty, D: tl.constexpr):  # noqa: E741
+    """Compensated sums after a block that is empty for some rows of the tile and not for others: adding 0 may still
+    move a compensation to its sum.
+    """
+    old = state.l
+    l = Sum(tl.where(empty, old.total, l.total), tl.where(empty, old.compensation, l.compensation))  # noqa: E741
+    empty = empty[:, None]
+    a = tl.where(empty, state.acc.a, acc.a)
+    compensation_a = tl.where(empty, state.acc.compensation_a, acc.compensation_a)
+    if D.CHUNK_1 == 0:
+        return l, Sums(a, acc.b, compensation_a, acc.compensation_b)
+    else:
+        b = tl.where(empty, state.acc.b, acc.b)
+        return l, Sums(a, b, compensation_a, tl.where(empty, state.acc.compensation_b, acc.compensation_b))
 
 
 @triton.jit

@@ -72,12 +72,10 @@ def constants(
     align: int,
     pack_gqa: int = 1,
     splits: int = 1,
-    in_order: bool = False,
     key_align: int | None = None,
+    **more: Any,
 ) -> dict[str, Any]:
-    """The compile-time constants of forward and backward kernels, and Triton's options. `in_order`: a page table of one
-    column is `0 .. batch - 1`.
-    """
+    """The compile-time constants of forward and backward kernels, with `more` of some, and Triton's options."""
     t = call.tensors
     split = takes_split(t.q.dtype, config)
     several_pages = t.page_table is not None and t.page_table.shape[1] > 1
@@ -95,13 +93,13 @@ def constants(
         BLOCK_N=config.block_n,
         PACK_GQA=pack_gqa,
         SPLITS=splits,
-        IN_ORDER=in_order,
         TRANSPOSED=config.block_m == TRANSPOSED_ROWS,
         NUM_WARPS=config.num_warps,
         STAGES=config.num_stages if config.mma else 1,
         **eight_bit.constants(t),
         LATENT=is_latent(call, config),
         EVEN=is_even(call, config),
+        **more,
     )
     return {"CONFIG": compiled, "num_warps": config.num_warps, "num_stages": config.num_stages}
 
@@ -121,6 +119,8 @@ def is_even(call: Call, config: KernelConfig) -> bool:
     in short sequences takes 2 to 14% of the time even where it does not run (H200, 256 and 384 keys).
     """
     t, s = call.tensors, call.settings
+    if s.batch_invariant:  # one kernel for all lengths
+        return False
     absent = (t.mask, t.seqused_q, t.seqused_k, t.leftpad_k, s.mask_mod, s.attention_chunk)
     if t.bias is None or call.layout != "dense" or any(x is not None for x in absent) or s.dropout_p > 0:
         return False
@@ -282,6 +282,28 @@ def seqlen_scalars(call: Call) -> dict[str, Any]:
         "total_k": total_k,
         "max_seqlen_k": total_k if s.max_seqlen_k is None else min(s.max_seqlen_k, LONGEST),
     }
+
+
+def part_scalars(call: Call, part_keys: int, programs: int) -> dict[str, Any]:
+    """Scalars of decoding in parts of keys: programs of a tile, and parts of a sequence, `None` of packed keys."""
+    return {
+        "num_programs": programs,
+        "parts_of_sequence": None if call.layout == "varlen" else most_parts(call, part_keys),
+    }
+
+
+def most_parts(call: Call, part_keys: int) -> int:
+    """Parts of one sequence's keys. With dropout, the first one begins up to 7 keys before them."""
+    given = seqlen_scalars(call)
+    return max(1, -(-(min(given["total_k"], given["max_seqlen_k"]) + 7) // part_keys))
+
+
+def num_slots(call: Call, part_keys: int) -> int:
+    """Parts of all sequences."""
+    given = seqlen_scalars(call)
+    if call.layout == "varlen":
+        return given["total_k"] // part_keys + given["batch"] + 1  # type: ignore[no-any-return]
+    return max(given["batch"], 1) * most_parts(call, part_keys)  # type: ignore[no-any-return]
 
 
 def paged_seqlens(recorder: Recorder, call: Call) -> Tensor:

@@ -24,6 +24,7 @@ from .gradients import residual_of
 from .semaphores import new_semaphores
 
 FORWARD, FORWARD_MMA = (Kernel(f"{KERNELS}.{name}", "forward_kernel") for name in ("forward", "mma.forward"))
+DECODE = Kernel(f"{KERNELS}.decode", "decode_kernel")
 ALIGNED_FROM = 64  # rows and keys above which copying a bias with unaligned rows pays
 
 
@@ -46,7 +47,7 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bo
     out = t.out
     if out is None:
         out = args.new_result(recorder, call, new_rows(t.q, q.shape[1], v.shape[-1], q.dtype), 0)
-    config, pack_gqa = called_tile(plan.tile, call).forward, plan.tile.pack_gqa
+    config, pack_gqa, part_keys = called_tile(plan.tile, call).forward, plan.tile.pack_gqa, plan.tile.part_keys
     if config.mma and not all(args.is_aligned(x) for x in (q, k, v, out)):
         assert plan.tile.given_splits is not None
         config = plan.tile.given_splits
@@ -61,16 +62,17 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bo
     if not config.mma:
         partials = dict.fromkeys(("partial_out", "partial_lse", "partial_residual", "semaphores"))
         partials |= eight_bit.scale_pointers(t)
-        stride_split = {"stride_partials_split": None if splits == 1 else lse.numel()}
+        stride_split = {"stride_partials_split": None if splits == 1 or part_keys else lse.numel()}
     turns = {"heads_at_once": args.heads_at_once(call, q.shape[1] * args.dense_batch(q))} if config.mma else {}
-    if splits > 1:
-        # Partial results have the rows of lse: [splits, B, H, S, Dv] or [splits, H, T, Dv].
-        rows = splits, *lse.shape
+    dealt = args.part_scalars(call, part_keys, splits) if part_keys else {}
+    if splits > 1 or part_keys:
+        # Partial results have the rows of lse: [splits, B, H, S, Dv] or [splits, H, T, Dv]; of parts [slots, H, Dv].
+        rows = (args.num_slots(call, part_keys), q.shape[1]) if part_keys else (splits, *lse.shape)
         layouts = {"partial_out": ((*rows, v.shape[-1]), torch.float32), "partial_lse": (rows, torch.float32)}
         layouts |= {"partial_residual": (rows, torch.float32)} if call.keeps_residual else {}
         partials |= recorder.workspace(row_stats, layouts)
         partials["semaphores"] = recorder.op(partial(new_semaphores, q.device, programs))
-    whole = pack_gqa == 1 and splits == 1 and config.block_m > TRANSPOSED_ROWS
+    whole = not call.settings.batch_invariant and pack_gqa == 1 and splits == 1 and config.block_m > TRANSPOSED_ROWS
     sizes = config.block_m, config.block_n
     states = summary(recorder, call, *sizes) if whole else None
     lists, list_strides = block_lists(recorder, call, *sizes, states) if whole else ({}, {})
@@ -79,7 +81,7 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bo
     launch(
         recorder,
         call,
-        FORWARD_MMA if config.mma else FORWARD,
+        FORWARD_MMA if config.mma else DECODE if part_keys else FORWARD,
         args.pointers(recorder, call, q, k, v) | partials | results | {"sinks": t.sinks} | lists,
         programs * splits,
         {
@@ -87,8 +89,19 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bo
             **list_strides,
             **strides("out", out, align),
             **lse_strides(lse),
-            **args.constants(call, config, align, pack_gqa, splits, in_order, key_align),
+            **args.constants(
+                call,
+                config,
+                align,
+                pack_gqa,
+                1 if part_keys else splits,
+                key_align,
+                IN_ORDER=in_order,
+                BATCH_INVARIANT=call.settings.batch_invariant,
+                PART_KEYS=part_keys,
+            ),
             **stride_split,
+            **dealt,
             **turns,
             **({} if config.mma else eight_bit.scale_strides(eight_bit.descales(t))),
             "num_tiles": tiles,

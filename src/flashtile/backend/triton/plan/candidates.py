@@ -10,7 +10,7 @@ from ....call.call import NO_FEATURES
 from ....call.device import Device
 from ....call.problem import Problem, power_of_two
 from ...gpu.chips import MMA_SYNC, memory_of
-from ...gpu.decoding import MAX_ROWS, group_of, is_decoding, packed_rows
+from ...gpu.decoding import MAX_GROUP, MAX_ROWS, group_of, is_decoding, packed_rows
 from ...gpu.waves import splits_that_fill
 from ..constants import MAX_HEAD_DIM, TRANSPOSED_ROWS
 from ..tile_config import FusedConfig, KernelConfig, TileConfig, WidthConfigs
@@ -26,6 +26,7 @@ KEYS_TIMES_WIDTH, FEW = 8192, 16  # size of a tile that decodes; rows above whic
 WIDE_FLOAT32, WIDE_HALF = 128, 256  # head dimensions above which tiles are too small to be fast
 MOST_KEYS = 2**16  # keys of a row of products, which one program reads
 PAIRS_BYTES = 4096  # shared memory beside rows and probabilities, for a feature of few rows
+LEAST_PART, KEYS_OF_ROW = 256, 64  # keys of a part at least, and for each row: results of parts are 2% of the keys
 SHORT = 64  # rows and keys of a sequence that is one small tile
 MOST_WITH_FEATURES = 64  # rows or keys of a block; a feature of each pair makes larger ones spill
 SHORT_PAIRS, INTERPRETER_PAIRS = 64 * 128, 16 * 16  # pairs of a tile that is a whole sequence in backward
@@ -39,6 +40,9 @@ def forward(problem: Problem, device: Device) -> Iterator[tuple[TileConfig, int]
         return
     p, row = problem, row_of(problem, device)
     plain = TileConfig(row.forward, row.dkdv, row.dq)
+    if p.batch_invariant:
+        yield from batch_invariant(plain, row.width, p, device)
+        return
     if multiplies(p, device):
         yield plain._replace(products=BY_PYTORCH[p.dtype is torch.float32]), 1
     if is_decoding(p, large_groups=has_most(p.dtype, device)):
@@ -153,6 +157,26 @@ def few_rows(tiles: TileConfig, width: int, problem: Problem, device: Device) ->
         slots = device.cores * programs_of_core(p, device, tile)
         for n in (1, *splits_that_fill(SPLITS, programs, slots, -(-p.seqlen_k // tile.block_n))):
             yield chosen, n
+
+
+def batch_invariant(
+    tiles: TileConfig, width: int, problem: Problem, device: Device
+) -> Iterator[tuple[TileConfig, int]]:
+    """The tile of batch-invariant calls of these heads and features, in any layout; of decoding, with any number of
+    programs, among which parts of keys are dealt.
+    """
+    p = problem
+    if not p.decodes:
+        yield tiles, 1
+        return
+    group = group_of(p)
+    tile = few_rows_tile(tiles.forward, width, p, device)
+    tile = within_memory(tile._replace(block_m=min(tile.block_m, MAX_GROUP)), p, device)
+    part_keys = max(LEAST_PART, KEYS_OF_ROW * power_of_two(group))
+    programs = max(1, -(-group // tile.block_m) * p.num_heads_kv * p.batch)
+    slots = device.cores * programs_of_core(p, device, tile)
+    for n in (1, *splits_that_fill(SPLITS, programs, slots, -(-p.seqlen_k // part_keys))):
+        yield tiles._replace(forward=tile, pack_gqa=group, part_keys=part_keys), n
 
 
 def width_of(problem: Problem) -> int:
@@ -348,6 +372,8 @@ def fitted(row: WidthConfigs, problem: Problem, device: Device) -> WidthConfigs:
 def is_biased(problem: Problem, device: Device) -> bool:
     """Whether a bias for each pair is all that a call of few features adds to a plain one of more than a tile."""
     p, bias = problem, problem.features.bias
+    if p.batch_invariant:  # it depends on lengths
+        return False
     if min(p.seqlen_q, p.seqlen_k) <= SHORT or is_decoding(p, large_groups=True):
         return False
     others = p.features._replace(bias=None) != NO_FEATURES or p.dropout or reads_pairs(p) or misaligned(p, device)
