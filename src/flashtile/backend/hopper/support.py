@@ -101,6 +101,8 @@ def declines(problem: Problem, device: Device) -> str | None:
             return reason
     if (reason := declines_pages(problem)) is not None:
         return reason
+    if problem.batch_invariant and (reason := declines_batch_invariant(problem)) is not None:
+        return reason
     if problem.alignment < TMA_ALIGNMENT:
         return f"TMA needs rows of q, k and v aligned to {TMA_ALIGNMENT} bytes"
     if min(problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k) == 0:
@@ -130,11 +132,27 @@ def declines_pages(problem: Problem) -> str | None:
         return f"it supports pages of multiples of {PAGE_STEP} keys"
     if not pages.in_rows:
         return "TMA needs pages that begin whole numbers of rows apart"
-    features = problem.features
-    others = problem.dropout or problem.score_mod or problem.mask_mod
-    if others or features.bias is not None or features.mask is not None:
+    if has_unpaged_features(problem):
         return "with pages, it does not support dropout, biases, masks and score_mods"
     return None
+
+
+def declines_batch_invariant(problem: Problem) -> str | None:
+    """Why the kernels do not take a batch-invariant problem; `None` if they take it packed and in pages."""
+    if problem.decodes:
+        return "with batch_invariant, it has no kernel for one query of each sequence"
+    if problem.dtype is torch.float32 or has_unpaged_features(problem):
+        return "with batch_invariant, it takes the dtypes and features that it has with pages, too"
+    if problem.pages is not None and problem.pages.size % PAGE_STEP != 0:
+        return f"with batch_invariant, it supports pages of multiples of {PAGE_STEP} keys"
+    return None
+
+
+def has_unpaged_features(problem: Problem) -> bool:
+    """Whether a problem has features that the kernels lack with pages."""
+    features = problem.features
+    others = problem.dropout or problem.score_mod is not None or problem.mask_mod is not None
+    return others or features.bias is not None or features.mask is not None
 
 
 def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | None:

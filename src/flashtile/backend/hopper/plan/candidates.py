@@ -44,6 +44,10 @@ def forward(problem: Problem, device: Device) -> Iterator[ForwardConfig | Float3
         config = float32_tables.CONFIGS[width[0]].forward
         yield from (replace(config, heads_at_once=heads) for heads in forward_orders(problem, config))
         return
+    if problem.batch_invariant:  # one kernel, whatever the lengths; the order of tiles changes no bit
+        config = with_pages(FORWARD[width][0], problem)
+        yield replace(config, heads_at_once=forward_orders(problem, config)[0])
+        return
     warpgroups = warpgroups_with_room(problem, device, width)
     for config in FORWARD[width]:
         if config.num_warpgroups not in warpgroups:
