@@ -254,9 +254,8 @@ def backends() -> str:
 
     pairs = (True, True, False, False)  # of a batch and its heads, the same
     none: dict[str, Any] = dict.fromkeys(("pages", "score_mod", "mask_mod"))
-    none |= dict.fromkeys(("softcap", "dropout", "deterministic", "seqused_q", "leftpad_k"), False) | {
-        "features": Features()
-    }
+    flags = ("softcap", "dropout", "deterministic", "seqused_q", "leftpad_k")
+    none |= dict.fromkeys(flags, False) | {"features": Features()}
     plain = Problem(
         "dense", torch.bfloat16, 2, 8, 8, 4096, 4096, 128, 128, window=Window(None, None), alignment=16, **none
     )
@@ -285,6 +284,8 @@ def backends() -> str:
         "`score_mod`": ({"score_mod": of_one("input", "real", "score")}, None),
         "`dropout_p`": ({"dropout": True}, None),
         "`deterministic`": ({"deterministic": True}, None),
+        "`batch_invariant`": ({"batch_invariant": True}, None),
+        "`batch_invariant`, decoding": ({"batch_invariant": True, "seqlen_q": 1}, None),
         "packed sequences": ({"layout": "varlen"}, None),
         "`seqused_q`": ({"layout": "varlen", "seqused_q": True}, None),
         "pages": ({"layout": "paged", "pages": Pages(64, True, True)}, None),
@@ -300,7 +301,7 @@ def backends() -> str:
         support, device, problem = SUPPORT[backend], devices.get(backend, h200), replace(plain, **changes)
         if support.declines(problem, device) is not None:
             return "no"
-        if problem.eight_bit is not None:  # which have no gradients in any
+        if problem.eight_bit is not None or problem.batch_invariant:  # no gradients, or those of other calls
             return "forward"
         needs = Needs(True, True, True, *(name == gradient for name in DIFFERENTIABLE[3:]))
         declines_backward = getattr(support, "declines_backward", lambda *_: None)

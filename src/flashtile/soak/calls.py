@@ -19,7 +19,7 @@ from . import graphs
 from .ledger import Ledger, digest
 from .mistakes import mistaken
 
-KINDS = {"plain": 12, "checked": 2, "deterministic": 3, "mistaken": 5}
+KINDS = {"plain": 12, "checked": 2, "deterministic": 3, "batch_invariant": 2, "mistaken": 5}
 KINDS_ON_A_GPU = KINDS | {"captured": 3}
 
 
@@ -78,6 +78,14 @@ class Caller:
         if self.ledger.changed((case.seed, backend, "deterministic"), results):
             return "results differ from those of the same deterministic call before"
         return self.compared(case, backend, results)
+
+    def batch_invariant(self, case: Case, backend: str) -> str | None:
+        results = case.run(backend, batch_invariant=True)
+        rows = {name: results[name] for name in ("out", "lse")}
+        if self.ledger.changed((case.seed, backend, "batch_invariant"), rows):
+            return "results differ from those of the same batch-invariant call before"
+        worst = compare(results, case, solve(case))[0]
+        return None if worst.ok else str(worst)
 
     def compared(self, case: Case, backend: str, results: dict[str, Tensor]) -> str | None:
         """Compare forward results with the results of the same call before: they do not depend on the thread."""
