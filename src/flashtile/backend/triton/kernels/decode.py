@@ -22,7 +22,7 @@ from .rows import elements, head_pointer, load_rows, store_rows
 from .sequences import query_tile
 from .softmax import INFINITY, LN2, LOG2E
 
-AT_ONCE = tl.constexpr(8)  # parts that are loaded at once
+AT_ONCE = tl.constexpr(16)  # parts that are loaded at once
 
 
 @kernel
