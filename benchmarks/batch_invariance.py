@@ -1,0 +1,129 @@
+"""The cost of `batch_invariant=True` on a GPU, and whose bits change: `python benchmarks/batch_invariance.py`.
+
+32 query and 8 key heads in bfloat16. Each call is captured in a CUDA graph, with it and without; both take turns. A
+ratio is the time with it divided by the time without, a median over rounds. Then one sequence is decoded, and prefilled
+in parts, among neighbors of random lengths: by this library with it and without, and by FlashAttention-3 where that is
+installed.
+"""
+
+import csv
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import Tensor
+
+import flashtile
+from flashtile.bench.clocks import clock_of
+from flashtile.bench.rounds import Entrant, band, interleave
+from flashtile.bench.sweep import Timing
+
+HEADS, KV_HEADS = 32, 8
+WIDTHS = (64, 128, 256)
+PREFILL = ((1, 16384), (4, 4096), (32, 512))  # sequences and their tokens
+DECODING = ((1, 8192), (1, 131072), (8, 8192), (8, 32768), (64, 1024), (64, 8192))  # sequences and their keys
+FIELDS: tuple[str, ...] = ("call", "batch", "seqlen", "head_dim", "us", "us invariant", "ratio", "low", "high")
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]  # packed tensors, offsets, most queries
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def offsets(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], device="cuda", dtype=torch.int32)
+
+
+def prefill(batch: int, tokens: int, width: int) -> Callable[[bool], Tensor]:
+    q, (k, v) = randn(batch * tokens, HEADS, width), randn(2, batch * tokens, KV_HEADS, width)
+    cu = offsets([tokens] * batch)
+    most = {"max_seqlen_q": tokens, "max_seqlen_k": tokens}
+    return lambda on: flashtile.attention_varlen(q, k, v, cu, cu, causal=True, batch_invariant=on, **most)  # type: ignore[arg-type]
+
+
+def decoding(batch: int, keys: int, width: int) -> Callable[[bool], Tensor]:
+    q, caches = randn(batch, HEADS, 1, width), randn(2, batch, KV_HEADS, keys, width)
+    held = torch.full((batch,), keys, dtype=torch.int32, device="cuda")
+    return lambda on: flashtile.attention_with_kvcache(
+        q, *caches, cache_seqlens=held, causal=True, batch_invariant=on
+    )  # fmt: skip
+
+
+def measured(name: str, batch: int, length: int, width: int, rounds: int) -> dict[str, Any]:
+    clock = clock_of(torch.device("cuda"))
+    call = prefill(batch, length, width) if name == "prefill" else decoding(batch, length, width)
+    entrants = [Entrant(f"{on}", clock.replayable([lambda on=on: call(on)])) for on in (False, True)]
+    interleave(clock, entrants, Timing(rounds=rounds, sample_seconds=0.004, rest_seconds=0.001), str)
+    without, with_it = entrants
+    ratios = band([x / y for x, y in zip(with_it.seconds, without.seconds, strict=True)])
+    seconds = (f"{1e6 * band(x.seconds).median:.1f}" for x in (without, with_it))
+    values = (name, batch, length, width, *seconds, *(f"{n:.3f}" for n in ratios))
+    return dict(zip(FIELDS, values, strict=True))
+
+
+def own(invariant: bool) -> Attend:
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, most: int) -> Tensor:
+        return flashtile.attention_varlen(
+            q, k, v, cu_q, cu_k, max_seqlen_q=most, causal=True, batch_invariant=invariant
+        )  # fmt: skip
+
+    return attend
+
+
+def flash_attention_3() -> Attend:
+    function = importlib.import_module("flash_attn_interface").flash_attn_varlen_func
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, most: int) -> Tensor:
+        found = function(q, k, v, cu_q, cu_k, most, int(cu_k.diff().max()), causal=True)
+        return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
+
+    return attend
+
+
+def changes(attend: Attend, rows: int, width: int = 128, keys: int = 3000, trials: int = 24) -> int:
+    """Batches in which the last `rows` rows of one sequence have other bits than alone."""
+    q, (k, v) = randn(rows, HEADS, width), randn(2, keys, KV_HEADS, width)
+    alone = attend(q, k, v, offsets([rows]), offsets([keys]), rows)
+    count = 0
+    for _ in range(trials):
+        others = torch.randint(1, 130, (int(torch.randint(1, 64, ())),)).tolist()
+        queries = [1] * len(others) if rows == 1 else others
+        many = torch.cat((randn(sum(queries), HEADS, width), q))
+        many_k, many_v = (torch.cat((randn(sum(others), KV_HEADS, width), x)) for x in (k, v))
+        cu_q, cu_k = offsets([*queries, rows]), offsets([*others, keys])
+        out = attend(many, many_k, many_v, cu_q, cu_k, max(*queries, rows))
+        count += not torch.equal(out[-rows:], alone)
+    return count
+
+
+@click.command(help=__doc__)
+@click.option("--store", type=click.Path(dir_okay=False, path_type=Path), help="A CSV file for all rows.")
+@click.option("--rounds", default=5, show_default=True)
+def main(store: Path | None, rounds: int) -> None:
+    torch.manual_seed(0)
+    rows: list[dict[str, Any]] = []
+    for name, shapes in (("prefill", PREFILL), ("decoding", DECODING)):
+        for width in WIDTHS:
+            for batch, length in shapes:
+                rows.append(measured(name, batch, length, width, rounds))
+                click.echo(", ".join(str(x) for x in rows[-1].values()))
+    attends = {"batch_invariant=True": own(True), "without it": own(False)}
+    if importlib.util.find_spec("flash_attn_interface") is not None:
+        attends["FlashAttention-3"] = flash_attention_3()
+    for name, attend in attends.items():
+        found = ", ".join(f"{changes(attend, n)} of 24 batches with {n} rows" for n in (1, 40, 300))
+        click.echo(f"other bits, {name}: {found}")
+    if store is not None:
+        with store.open("w", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS)
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
