@@ -224,7 +224,22 @@ def test_a_backend_without_forward_mode_leaves_it_to_the_next(backend: str, take
     ):
         chosen = planner._plan.__wrapped__(problem, H100, backend, None, QKV)
     assert chosen.backend == takes
-    assert chosen.why[0][1] == "it has no kernel of forward mode"
+    assert chosen.why[0][1].startswith("it has no kernel of forward mode")
+
+
+def test_forward_mode_of_wide_heads_is_hoppers() -> None:
+    """Above 64 features, unless a term of the scores moves. Those estimates hold until rates are measured."""
+    for width in (128, 256):
+        q = torch.empty(1, 8, 4096, width, dtype=torch.bfloat16)
+        problem = Problem.describe(described_call(q, q, q, None, None, {"sinks": torch.zeros(8)})).bucketed()
+        with (
+            mock.patch.multiple(SUPPORT["triton"], unusable=lambda: None),
+            mock.patch.multiple(SUPPORT["hopper"], unusable=lambda: None),
+        ):
+            found = [
+                planner._plan.__wrapped__(problem, H100, "auto", None, QKV._replace(sinks=x)) for x in (False, True)
+            ]
+        assert [x.backend for x in found] == ["hopper", "triton"]
 
 
 def test_forward_mode_in_tiled_warns_on_a_gpu() -> None:

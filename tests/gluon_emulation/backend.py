@@ -1,7 +1,7 @@
 """The Hopper backend on the emulation: `emulated` substitutes it for the one on a GPU."""
 
 import functools
-import sys
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,8 +45,9 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
     The seed decides the order of events. Plans are the first of the tables. Yields the names of the kernels launched.
     """
     kernels = emulated_kernels(folder)
-    forward, backward_launches, float32 = (
-        sys.modules[f"{kernels.__package__}.launch.{name}"] for name in ("forward", "backward_launches", "float32")
+    forward, tangents, backward_launches, float32 = (
+        importlib.import_module(f"{kernels.__package__}.launch.{name}")
+        for name in ("forward", "tangents", "backward_launches", "float32")
     )
     device = Device("cuda", "emulated", support.ARCHITECTURE, cores)
     launched: list[str] = []
@@ -80,6 +81,7 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
         mock.patch.multiple(replay, launch=launch, replayable=replayable),
         mock.patch.multiple(forward, tile_count_semaphore=semaphore_of, describe_device=lambda _: device),
         mock.patch.multiple(float32, tile_count_semaphore=semaphore_of, describe_device=lambda _: device),
+        mock.patch.multiple(tangents, tile_count_semaphore=semaphore_of, describe_device=lambda _: device),
         mock.patch.object(backward_launches, "describe_device", return_value=device),
         mock.patch.object(planner, "describe_device", return_value=device),
         mock.patch.object(passes, "entry_of", lambda name: kernels if name == "hopper" else entry_of(name)),

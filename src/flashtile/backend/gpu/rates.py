@@ -15,13 +15,15 @@ from .chips import unlike
 FOLDER = "rates"
 KERNEL = re.compile(r"(?P<kernel>.+?) (?P<d>\d+)(/(?P<dv>\d+))? (?P<m>\d+)x(?P<n>\d+)(x\d+x\d+)?(?P<variant> .+)?")
 PARTS = ("tile", "step", "edge")
+# Kinds of kernels none of which was measured: a kind that multiplies alike, and how many times its products they have.
+LIKE = {"hopper tangents": ("hopper forward", 5 / 2), "triton tangents": ("triton forward", 6 / 2)}
 ESTIMATED = {"tile": 1.5, "step": 1.0, "edge": 0.3}  # times of a kernel without rates, in steps
 
 
 class Rates(dict[str, float]):
     """Microseconds of a chip by name: of a kernel's tile, step and step at an edge, of a launch, of a byte, ...
 
-    A kernel that was not measured takes as long for its products as others of its kind do.
+    A kernel that was not measured takes as long for its products as others of its kind do, or of one that is like it.
     """
 
     def __init__(self, measured: Mapping[str, float], about: str):
@@ -39,9 +41,16 @@ class Rates(dict[str, float]):
         found = KERNEL.fullmatch(kernel) if part in PARTS else None
         if found is None:
             return 0.0
-        known = self.by_product or {"": 1e-6}
-        self[name] = ESTIMATED[part] * products(found) * known.get(found["kernel"], median(known.values()))
+        self[name] = ESTIMATED[part] * products(found) * self.time_of_product(found["kernel"])
         return self[name]
+
+    def time_of_product(self, kind: str) -> float:
+        if kind in self.by_product:
+            return self.by_product[kind]
+        if kind in LIKE:
+            other, times = LIKE[kind]
+            return times * self.time_of_product(other)
+        return median(self.by_product.values()) if self.by_product else 1e-6
 
 
 def products(kernel: re.Match[str]) -> int:

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...call.call import Call, Needs
+from ...call.call import Call, Needs, Tangents
 from ...call.plan import Plan
 from ..gpu import replay
 from ..replays import ForwardReplay
@@ -22,6 +22,14 @@ def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
     """As `forward`, and the function that repeats it for calls of the same layout."""
     recording, results = replay.record(call.inputs, launch_forward, forward_config(plan, call), call)
     return ForwardReplay(recording), call.keep(results)
+
+
+def tangents(plan: Plan, call: Call, tangents: Tangents) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`out`, `lse` and their tangents."""
+    from .launch.tangents import launch_tangents  # not needed by other passes
+
+    moving = [x for x in tangents.flat() if x is not None]
+    return replay.run((*call.inputs, *moving), launch_tangents, plan, call, tangents.moves)  # type: ignore[return-value]
 
 
 def tiles(plan: Plan, call: Call, needs: Needs | None) -> dict[str, Any]:

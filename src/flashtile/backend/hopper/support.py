@@ -188,6 +188,37 @@ def candidates(problem: Problem, device: Device, needs: Needs | None) -> list[Ca
     return ranked(ways, rates_of(device))
 
 
+def declines_tangents(problem: Problem, device: Device, moves: Needs) -> str | None:
+    """Why there is no forward mode of a problem that the forward pass supports."""
+    from .plan.tables import TANGENTS  # not needed by `import flashtile`
+
+    if problem.dtype is torch.float32:
+        return "in float32, it has no kernel of forward mode"
+    if problem.pages is not None:
+        return "its kernel of forward mode does not support pages"
+    if widths(problem) not in TANGENTS:
+        return f"it has no kernel of forward mode for {problem.head_dim} and {problem.head_dim_v} features"
+    if moves.sinks or any(moves.of_score_tensors().flat()):
+        return "its kernel of forward mode takes tangents of q, k and v alone"
+    return None
+
+
+def tangent_candidates(problem: Problem, device: Device, moves: Needs) -> list[Candidate]:
+    """The ways to run a forward pass with tangents, the fastest first: behind the fastest forward pass."""
+    from ..gpu.cost import ranked  # not needed by `import flashtile`
+    from ..gpu.rates import rates_of
+    from .plan import candidates as plan
+    from .plan import cost
+
+    first = candidates(problem, device, None)[0]
+    forward = cost.forward(problem, device, first.tile.forward, first.num_splits)
+    ways = [
+        (first.tile._replace(tangents=config), first.num_splits, cost.tangents(problem, device, forward, config, moves))
+        for config in plan.tangents(problem)
+    ]
+    return ranked(ways, rates_of(device))
+
+
 def unsplit(plan: Plan, call: Call) -> str | None:
     """Why forward does not split keys into as many parts as the caller asks for, or `None`."""
     if plan.tile.forward.kind == "float32":

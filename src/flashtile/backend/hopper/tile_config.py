@@ -153,11 +153,13 @@ class ForwardConfig(Constexpr):
         return replace(self, splits=1)
 
     def with_splits(self, splits: int) -> "ForwardConfig":
-        """The same kernel with split keys. Columns of fp32 take twice the staging memory."""
-        if splits == 1:
-            return self
-        columns = self.epilogue_columns // 2
-        return replace(self, splits=splits, last_splits=1, epilogue_columns=columns)
+        """The same kernel with split keys."""
+        return self if splits == 1 else replace(self.in_float32, splits=splits)
+
+    @property
+    def in_float32(self) -> "ForwardConfig":
+        """The same kernel with results in float32, whose columns take twice the staging memory."""
+        return replace(self, last_splits=1, epilogue_columns=self.epilogue_columns // 2)
 
     def __str__(self) -> str:
         pages = f", pages in parts of {self.page_rows} keys" if self.page_rows else ""
@@ -323,6 +325,42 @@ class DqConfig(Constexpr):
 
 
 @dataclass(frozen=True)
+class TangentsConfig(Constexpr):
+    """Kernel of forward mode: tiles of 128 rows; keys, values and their tangents are loads of `kv_stages`."""
+
+    head_dim: HeadDim
+    head_dim_v: HeadDim
+    kv_stages: int
+    block_n: int = MMA_M
+    early_values: bool = True  # the product with dv is in flight while others are computed, which takes registers
+    moves_q: bool = True  # inputs that have tangents, set for a launch
+    moves_k: bool = True
+    moves_v: bool = True
+    heads_at_once: int = 1
+    num_warpgroups: int = NUM_WARPGROUPS
+    consumer_registers: int = 240
+    producer_registers: int = 24
+    score_mod: Any = None
+    pair_align: int = 1
+    natural: bool = False
+
+    @property
+    def block_m(self) -> int:
+        return MMA_M * self.num_warpgroups
+
+    @property
+    def moves_scores(self) -> bool:
+        return self.moves_q or self.moves_k
+
+    @property
+    def compiled(self) -> "TangentsConfig":
+        return replace(self, heads_at_once=1)
+
+    def __str__(self) -> str:
+        return f"{self.block_m} x {self.block_n} ({self.num_warpgroups} warpgroups, {self.kv_stages} stages)"
+
+
+@dataclass(frozen=True)
 class DkdvConfig(Constexpr):
     """dk and dv kernel: tiles of 64 keys, blocks of 64 rows in `stages`."""
 
@@ -414,7 +452,8 @@ class SplitBackwardConfig(Constexpr):
 
 
 class TileConfig(NamedTuple):
-    """The configuration of a pass: the other one is absent."""
+    """The configuration of a pass: the other one is absent. Forward mode has one of forward, and one of its own."""
 
     forward: Any  # ForwardConfig | Float32Forward
     backward: Any  # FusedBackwardConfig | SplitBackwardConfig
+    tangents: Any = None  # TangentsConfig

@@ -68,12 +68,21 @@ def launch_forward(recorder: Recorder, config: ForwardConfig | Float32Forward, c
         return float32.launch_forward(recorder, config, call)
     t = Tensors.from_flat(recorder.inputs)
     out = recorder.new(new_rows(t.q, t.q.shape[1], t.v.shape[-1], t.q.dtype)) if t.out is None else t.out
+    row_stats, states = launch_rows(recorder, config, call._replace(tensors=t), out)
+    return (out, row_stats) if states is None else (out, row_stats, states)
+
+
+def launch_rows(recorder: Recorder, config: ForwardConfig, call: Call, out: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Record the launches that fill `out`, for a call of the recorder's tensors; returns `lse`, with its residual where
+    that is kept, and the states of blocks that backward takes over, or `None`.
+    """
+    t = call.tensors
     row_stats = recorder.new(t.q.new_empty(row_stats_shape(call), dtype=torch.float32))
     if t.q.numel() == 0:
-        return out, row_stats
+        return row_stats, None
     residual = recorder.op(residual_of, row_stats) if call.keeps_residual else None
     rows = ForwardResults(out, recorder.op(lse_of, t.q, row_stats), residual)
-    call = with_contiguous_keys(recorder, with_distance_table(recorder, call._replace(tensors=t)))
+    call = with_contiguous_keys(recorder, with_distance_table(recorder, call))
     call = with_aligned_rows(recorder, call, config, FORWARD_SHARE)
     config, bias_pointers = forward_tiles(call, config)
     whole = config.splits == 1
@@ -85,7 +94,7 @@ def launch_forward(recorder: Recorder, config: ForwardConfig | Float32Forward, c
     if left > 0:
         rest, results = of_last_wave(recorder, call, rows, left * config.block_m)
         launch_tiles(recorder, config.with_splits(config.last_splits), rest, results, lists | bias_pointers, scalars)
-    return (out, row_stats) if states is None else (out, row_stats, states)
+    return row_stats, states
 
 
 def lse_of(q: Tensor, row_stats: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 """Arguments of the tile scheduler for tiles of rows (`kernels.shared.tile_scheduler`)."""
 
 from ....call.call import Call
-from ..tile_config import DqConfig, Float32Forward, ForwardConfig
+from ..tile_config import DqConfig, Float32Forward, ForwardConfig, TangentsConfig
 
 
-def scheduler_args(call: Call, config: ForwardConfig | Float32Forward | DqConfig) -> dict[str, int]:
+def scheduler_args(call: Call, config: ForwardConfig | Float32Forward | DqConfig | TangentsConfig) -> dict[str, int]:
     """Scheduler arguments of a kernel of tiles of rows."""
     if call.tensors.cu_seqlens_q is not None:
         return packed_scheduler_args(call, config.block_m)

@@ -22,10 +22,11 @@ from ..tile_config import (
     ForwardConfig,
     FusedBackwardConfig,
     SplitBackwardConfig,
+    TangentsConfig,
 )
 from . import float32_tables
 from .listed import expects_lists, is_padded
-from .tables import FORWARD, FUSED_BACKWARD, SPLIT_BACKWARD
+from .tables import FORWARD, FUSED_BACKWARD, SPLIT_BACKWARD, TANGENTS
 from .widths import ONE_BOX, widths
 
 NEWEST_3WG = (3, 7)  # version of Triton; with later ones, three warpgroups spill at 80 and 96 features
@@ -82,7 +83,7 @@ def is_divisible(problem: Problem) -> bool:
     return p.layout == "dense" and p.window.unlimited and is_plain(p) and p.num_heads_q == p.num_heads_kv
 
 
-def forward_orders(problem: Problem, config: ForwardConfig | Float32Forward | DqConfig) -> list[int]:
+def forward_orders(problem: Problem, config: ForwardConfig | Float32Forward | DqConfig | TangentsConfig) -> list[int]:
     """Numbers of key heads whose tiles take turns, as many as share the L2 cache. Only tiles that see different keys
     have an order.
     """
@@ -135,6 +136,15 @@ def with_pages(config: ForwardConfig, problem: Problem) -> ForwardConfig:
     size = problem.pages.size if problem.pages.several else None
     rows = config.block_n if size is None else gcd(size, config.block_n)
     return replace(config, page_rows=rows, page_size=size)
+
+
+def tangents(problem: Problem) -> Iterator[TangentsConfig]:
+    """The kernels of forward mode of a problem, behind its forward pass."""
+    width = widths(problem)
+    assert width is not None  # `support` declines others
+    for config in TANGENTS[width]:
+        for heads in forward_orders(problem, config):
+            yield replace(config, heads_at_once=heads)
 
 
 def backward(problem: Problem, device: Device) -> Iterator[FusedBackwardConfig | SplitBackwardConfig]:

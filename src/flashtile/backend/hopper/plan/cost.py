@@ -1,5 +1,6 @@
 """What the backend's passes do, in units of measured rates (`gpu.cost`)."""
 
+from ....call.call import Needs
 from ....call.device import Device
 from ....call.problem import Problem
 from ...gpu import waves
@@ -13,10 +14,13 @@ from ..tile_config import (
     ForwardConfig,
     FusedBackwardConfig,
     SplitBackwardConfig,
+    TangentsConfig,
 )
 from .listed import expects_lists
 
+RowsConfig = ForwardConfig | Float32Forward | DqConfig | TangentsConfig
 SECTOR, LINE = 32, 128  # bytes of the L2 cache
+MOST_TANGENT_PRODUCTS = 5
 IDLE = 0.5  # part of a step, besides the share of warpgroups that have rows
 
 
@@ -57,6 +61,23 @@ def forward(problem: Problem, device: Device, config: ForwardConfig | Float32For
     return Cost(counts, {"byte": rows_bytes(p) + again, "hopper request": requests})
 
 
+def tangents(problem: Problem, device: Device, forward: Cost, config: TangentsConfig, moves: Needs) -> Cost:
+    """Of forward mode, after the work of the forward kernel. The rates of the other kernel are for all five products;
+    a tensor that stands still has none.
+    """
+    p, (batch, rows, keys) = problem, problem.counts
+    group, products = p.num_heads_q // p.num_heads_kv, 1 + moves.q + moves.k + moves.changes_scores + moves.v
+    head = waves.row_tiles(p.window, rows, keys, config.block_m, config.block_n)
+    work = busiest(head, batch * p.num_heads_q, device.cores, at_once=config.heads_at_once * group)
+    second, counts = Counts(), Counts(launch=1)
+    add(second, "tangents", config, work, p)
+    for part in (forward.counts, {name: n * products / MOST_TANGENT_PRODUCTS for name, n in second.items()}):
+        for name, n in part.items():
+            counts[name] += n
+    counts["sum byte"] += 8 * batch * p.num_heads_q * rows * p.head_dim_v  # `out` in float32, there and back
+    return Cost(counts, {**forward.limits, "byte": forward.limits["byte"] + 2 * rows_bytes(p)})
+
+
 def row_requests(size: int) -> float:
     """Requests of TMA for a row of `size` bytes, where heads or rows lie side by side: more if some begin in the middle
     of a sector of 32 bytes, and if they begin in the middle of a line of 128 bytes.
@@ -69,7 +90,7 @@ def row_requests(size: int) -> float:
 def add(
     counts: Counts,
     kernel: str,
-    config: ForwardConfig | Float32Forward | FusedBackwardConfig | DqConfig | DkdvConfig,
+    config: RowsConfig | FusedBackwardConfig | DkdvConfig,
     work: Work,
     problem: Problem,
 ) -> None:
@@ -77,7 +98,7 @@ def add(
     add_work(counts, f"hopper {kernel}", f"hopper {kernel} {name_of(config)}", work, config, problem)
 
 
-def name_of(config: ForwardConfig | Float32Forward | FusedBackwardConfig | DqConfig | DkdvConfig) -> str:
+def name_of(config: RowsConfig | FusedBackwardConfig | DkdvConfig) -> str:
     """The name of a kernel's rates: widths, tile and variant."""
     width = config.head_dim.width
     narrower = getattr(config, "head_dim_v", config.head_dim).width

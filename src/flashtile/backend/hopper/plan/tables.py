@@ -2,7 +2,16 @@
 
 from typing import NamedTuple
 
-from ..tile_config import DkdvConfig, DqConfig, ForwardConfig, FusedBackwardConfig, HeadDim, LateDq, SplitBackwardConfig
+from ..tile_config import (
+    DkdvConfig,
+    DqConfig,
+    ForwardConfig,
+    FusedBackwardConfig,
+    HeadDim,
+    LateDq,
+    SplitBackwardConfig,
+    TangentsConfig,
+)
 
 # Boxes of 64 columns are loaded faster than narrower ones, which leave room for more stages.
 D32, D64, D80, D96 = HeadDim((32,), 32), HeadDim((64,), 64), HeadDim((64, 16), 64), HeadDim((64, 32), 64)
@@ -82,6 +91,14 @@ SPLIT_BACKWARD = {
         ),
     ),
     (256, 256): (SplitBackwardConfig(DqConfig(D256, D256, kv_stages=3), DkdvConfig(D256, D256, stages=2)),),
+}
+# By width of q and v. Up to 64 features Triton's kernel, which computes all in one pass, has the registers.
+TANGENTS = {
+    (96, 96): (TangentsConfig(D96, D96, 6),),
+    (128, 128): (TangentsConfig(D128, D128, 8),),
+    (192, 128): (TangentsConfig(D192, D128, 5),),
+    (192, 192): (TangentsConfig(D192, D192, 5),),
+    (256, 256): (TangentsConfig(D256, D256, 3),),
 }
 
 

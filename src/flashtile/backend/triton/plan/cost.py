@@ -17,6 +17,7 @@ from . import tables
 REGISTERS = 2**16  # registers of a core
 OWN_REGISTERS, MOST_REGISTERS = 40, 255  # registers of a thread, for addresses and the like, and in all
 STATISTICS = 8  # 16-bit words of each row
+MOST_TANGENT_PRODUCTS = 6
 PARTS = 6  # products of bfloat16 numbers for one of float32
 
 
@@ -123,17 +124,16 @@ def forward(problem: Problem, device: Device, config: TileConfig, splits: int = 
 
 
 def tangents(problem: Problem, device: Device, config: TileConfig, moves: Needs) -> Cost:
-    """Forward's work by the rates of its tiles, times the products: these rates are derived, not measured."""
+    """Of forward mode. Its rates are for all six products; a tensor that stands still has none."""
     p, (batch, rows, keys), tile = problem, problem.counts, config.tangents
     assert tile is not None
     head = listed(waves.row_tiles(p.window, rows, keys, tile.block_m, tile.block_n), p)
-    counts, times = Counts(), (2 + moves.q + moves.k + moves.changes_scores + moves.v) / 2
-    work = busiest(head, batch * p.num_heads_q, device.cores, programs_of_core(p, device, tile, "tangents"))
-    add_work(counts, "triton forward", name_of("forward", p, tile), work, tile, p)
-    scaled = Counts()
-    scaled.update({name: times * n for name, n in counts.items()})
-    scaled["launch triton"] += 1
-    return Cost(scaled, {"byte": times * rows_bytes(p)})
+    part = (2 + moves.q + moves.k + moves.changes_scores + moves.v) / MOST_TANGENT_PRODUCTS
+    counts = Counts()
+    add(counts, "tangents", p, device, tile, head, batch * p.num_heads_q)
+    counts.update({name: part * n for name, n in counts.items()})
+    counts["launch triton"] += 1
+    return Cost(counts, {"byte": 3 * part * rows_bytes(p)})
 
 
 SECOND_PRODUCTS = 21 / 6  # products of all kernels, beside those of forward with tangents

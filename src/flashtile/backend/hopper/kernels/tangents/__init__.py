@@ -1,0 +1,1 @@
+"""The kernel of forward mode, which follows the forward kernel."""
