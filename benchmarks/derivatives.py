@@ -8,11 +8,14 @@ memory instead: on a GPU, MiB that the derivative allocates beyond its inputs an
 
 With `--sweep benchmarks/derivatives.toml`, on a GPU: device time of `torch.func.jvp` of the kernel, of dense attention
 and of the forward pass alone, for each cell of the file, with TFLOP/s counted as three forward passes, and peak MiB
-beyond inputs and results. `--tiles 64x64x4x2,...` times the kernel with other tiles of rows, keys, warps and stages.
+beyond inputs and results. `--tiles 64x64x4x2,...` times Triton's kernel with other tiles of rows, keys, warps and
+stages; `--candidates` times all kernels of both backends that could have a width, on one long call each; most of its
+time compiles them.
 """
 
 import contextlib
 import csv
+import os
 import statistics
 import sys
 import time
@@ -30,17 +33,37 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flashtile
 from flashtile.as_arch import ARCHITECTURES, install
+from flashtile.backend.hopper.plan import tables
+from flashtile.backend.hopper.tile_config import TangentsConfig
 from flashtile.backend.triton.plan import candidates
 from flashtile.backend.triton.tile_config import KernelConfig
 from flashtile.bench.allocation import live_and_peak_bytes
 from flashtile.bench.clocks.cuda import CudaClock
 from flashtile.dispatch import fast_path
+from flashtile.dispatch.planner import BACKEND_VARIABLE
 from flashtile.iomodel import forward_flops
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Inputs = tuple[Tensor, ...]
 LENGTHS = (1024, 4096, 16384)  # of the memory table
 LONGEST_DENSE = 4096
+TILES = {  # of Triton's kernel, by head dimension
+    64: ("64x64x4x2", "128x64x8x2", "64x64x4x3", "128x64x8x3", "128x32x8x3"),
+    128: ("128x32x8x3", "128x64x8x2", "64x32x4x3", "64x64x4x2", "64x32x8x2"),
+    256: ("32x32x8x2", "64x32x8x2", "64x32x4x2", "32x32x4x2"),
+}
+OF_HOPPER = {  # configurations of Hopper's kernel
+    64: (TangentsConfig(tables.D64, tables.D64, 8), TangentsConfig(tables.D64, tables.D64, 8, block_n=128)),
+    128: (
+        TangentsConfig(tables.D128, tables.D128, 8),
+        TangentsConfig(tables.D128, tables.D128, 8, early_values=False),
+        TangentsConfig(tables.D128, tables.D128, 5, block_n=128, early_values=False),
+    ),
+    256: (
+        TangentsConfig(tables.D256, tables.D256, 3),
+        TangentsConfig(tables.D256, tables.D256, 3, early_values=False),
+    ),
+}
 
 
 def providers(causal: bool) -> dict[str, Attention]:
@@ -181,38 +204,72 @@ def device_time(run: Callable[[], Any], rounds: int) -> float:
 
 
 @contextlib.contextmanager
-def forced_tile(text: str) -> Iterator[None]:
-    """Forward mode by a tile of rows, keys, warps and stages."""
-    tile = KernelConfig(*(int(n) for n in text.split("x")))  # type: ignore[arg-type]
+def forced(way: str | TangentsConfig) -> Iterator[None]:
+    """Forward mode by a tile of Triton's kernel, a configuration of Hopper's, or as planned (an empty text)."""
+    if way == "":
+        yield
+        return
+    backend = "triton" if isinstance(way, str) else "hopper"
     fast_path.forget()
-    with mock.patch.object(candidates, "tangent_tiles", return_value=(tile,)):
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.dict(os.environ, {BACKEND_VARIABLE: backend}))
+        if isinstance(way, str):
+            tile = KernelConfig(*(int(n) for n in way.split("x")))  # type: ignore[arg-type]
+            patches.enter_context(mock.patch.object(candidates, "tangent_tiles", return_value=(tile,)))
+        else:
+            widths = way.head_dim.width, way.head_dim_v.width
+            patches.enter_context(mock.patch.dict(tables.TANGENTS, {widths: (way,)}))
         yield
     fast_path.forget()
 
 
-def forward_mode(sweep: Path, tiles: list[str], rounds: int, out: TextIO) -> None:
-    """Time the cells of a sweep."""
+def one_of_each_width(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A long call without a mask for each head dimension."""
+    found: dict[int, dict[str, Any]] = {}
+    for cell in cells:
+        _, _, tokens, dim = cell["shape"]
+        if tokens >= LONGEST_DENSE and cell.keys() == {"shape"}:
+            found.setdefault(dim, cell)
+    return list(found.values())
+
+
+def label_of(way: str | TangentsConfig) -> str:
+    return way if isinstance(way, str) else f"{way}{', early values' * way.early_values}"
+
+
+def forward_mode(sweep: Path, tiles: list[str], every: bool, rounds: int, out: TextIO) -> None:
+    """Time the cells of a sweep: by the plan, by tiles, or by `every` candidate."""
     settings = tomllib.loads(sweep.read_text())
     writer = csv.writer(out)
     columns = ["forward ms", "dense ms", "times forward", "times faster than dense", "TFLOP/s", "MiB"]
     writer.writerow(["cell", "backend, tile", "jvp ms", *columns])
-    for given in settings["cells"]:
+    for given in one_of_each_width(settings["cells"]) if every else settings["cells"]:
         cell = Cell(given, getattr(torch, settings["dtype"]), settings["longest_dense"])
         with torch.no_grad():
             forward = device_time(lambda: cell.attention(*cell.inputs), rounds)  # noqa: B023
             dense = None
             with contextlib.suppress(torch.OutOfMemoryError):
-                dense = device_time(cell.dense, 2) if cell.has_dense else None
-            for tile in tiles or [""]:
-                with forced_tile(tile) if tile else contextlib.nullcontext(), flashtile.calls() as counts:
-                    cell.along()
+                dense = device_time(cell.dense, 2) if cell.has_dense and not every else None
+            width = given["shape"][-1]
+            ways: list[str | TangentsConfig] = [*TILES[width], *OF_HOPPER[width]] if every else [*tiles] or [""]
+            for way in ways:
+                try:
+                    with forced(way), flashtile.calls() as counts:
+                        cell.along()
+                    with forced(way):
+                        own = device_time(cell.along, rounds)
+                        left, peak = live_and_peak_bytes(cell.along, torch.device("cuda"))
+                except Exception as error:  # a tile that is too large for the chip's memory
+                    if not every:
+                        raise
+                    writer.writerow([cell.name, label_of(way), str(error)[:80]])
+                    continue
                 backend = next(row.backend for row in counts.rows if row.direction == "tangents")
-                with forced_tile(tile) if tile else contextlib.nullcontext():
-                    own = device_time(cell.along, rounds)
-                    left, peak = live_and_peak_bytes(cell.along, torch.device("cuda"))
                 figures = [own, forward, dense, own / forward, dense and dense / own, cell.flops / own / 1e9]
                 words = ["" if x is None else f"{x:.4g}" for x in figures]
-                writer.writerow([cell.name, f"{backend} {tile}".strip(), *words, f"{(peak - left) / 2**20:.1f}"])
+                writer.writerow(
+                    [cell.name, f"{backend} {label_of(way)}".strip(), *words, f"{(peak - left) / 2**20:.1f}"]
+                )
                 out.flush()
         torch.cuda.empty_cache()
 
@@ -227,16 +284,17 @@ def forward_mode(sweep: Path, tiles: list[str], rounds: int, out: TextIO) -> Non
 @click.option("--memory", is_flag=True, help="Peak memory at 1k, 4k and 16k tokens instead of times.")
 @click.option("--sweep", type=click.Path(exists=True, path_type=Path), help="A file of cells for forward mode.")
 @click.option("--tiles", default="", help="With --sweep: tiles of the kernel in place of the plan's.")
+@click.option("--candidates", "every", is_flag=True, help="With --sweep: all kernels that could have a width.")
 @click.option("--as-arch", type=click.Choice(ARCHITECTURES), help="Compile our kernels as for an older chip.")
 @click.option("--out", type=click.File("a"), default=sys.stdout, help="CSV file to append to.")
 def main(
     device: str, dtype: str, shape: str, causal: bool, rounds: int, only: tuple[str, ...], memory: bool,
-    sweep: Path | None, tiles: str, as_arch: str | None, out: TextIO,
+    sweep: Path | None, tiles: str, every: bool, as_arch: str | None, out: TextIO,
 ) -> None:  # fmt: skip
     if as_arch is not None:
         install(as_arch)
     if sweep is not None:
-        forward_mode(sweep, [x for x in tiles.split(",") if x], rounds, out)
+        forward_mode(sweep, [x for x in tiles.split(",") if x], every, rounds, out)
         return
     batch, heads, tokens, dim = (int(n) for n in shape.split(","))
     of, on = getattr(torch, dtype), torch.device(device)
