@@ -118,7 +118,7 @@ def test_a_growing_sequence_leaves_the_hot_layout(monkeypatch: pytest.MonkeyPatc
 
 
 def test_backward_layouts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_path, "MOST_BACKWARD", 4)
+    monkeypatch.setattr(fast_path, "MOST_PASSES", 4)
     q, k, v = (x.requires_grad_() for x in inputs())
     base = torch.randn(1, 2, 8, 64)
     for step in (1, 2, 3, 4):

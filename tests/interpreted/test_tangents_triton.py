@@ -1,7 +1,9 @@
 """The forward kernel with tangents in Triton's interpreter, against the fp64 oracle (see `test_interpreted.py`)."""
 
+import contextlib
 import os
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from packing import packed_case
 from variants import VARIANTS
 
 import flashtile
+from flashtile.backend.gpu import replay
 from flashtile.testing.case import Case
 from flashtile.testing.generate import random_case
 from flashtile.testing.moving import moving
@@ -75,3 +78,15 @@ def test_a_part_of_a_larger_call(left: int) -> None:
     assert_right(
         moving(dense_case(batch=1, seqlen_q=9, seqlen_k=5, window=(left, -2), sinks=torch.tensor([0.5, -1.0])))
     )
+
+
+def test_a_repeated_call_is_replayed() -> None:
+    """Planned, recorded, then replayed without host code: for other values, and for each set of inputs that move."""
+    for seed in range(4):
+        for names in (("q",), ("q", "k", "v")):
+            torch.manual_seed(seed)
+            case = moving(dense_case(batch=1, causal=True), names)
+            with contextlib.ExitStack() as patches:
+                if seed > 1:
+                    patches.enter_context(mock.patch.object(replay, "Recorder", side_effect=AssertionError))
+                assert_right(case)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..call.call import Call
+from ..call.call import Call, Tangents
 
 Results = Sequence[Tensor | None]
 Recording = Callable[[Results], Any]
@@ -30,3 +30,17 @@ class BackwardReplay(NamedTuple):
 
     def __call__(self, call: Call, *rows: Tensor | None) -> Results:
         return self.recording((*call.inputs, *rows, call.kept))
+
+
+class TangentsReplay(NamedTuple):
+    """A recorded pass of forward mode, from the tangents of the inputs that move."""
+
+    recording: Recording
+
+    def __call__(self, call: Call, tangents: Tangents) -> Results:
+        return self.recording(inputs_of(call, tangents))  # type: ignore[no-any-return]
+
+
+def inputs_of(call: Call, tangents: Tangents) -> list[Tensor | None]:
+    """The inputs of a pass of forward mode: the call's, then the tangents of those that move."""
+    return [*call.inputs, *(x for x in tangents.flat() if x is not None)]

@@ -17,7 +17,7 @@ from .. import private_torch
 from ..backend.cpu.targets import VECTORS_VARIABLE
 from ..backend.replays import Recording
 from ..call import check, counting, device
-from ..call.call import Call, Needs, Settings, differentiable_positions
+from ..call.call import Call, Needs, Settings, Tangents, differentiable_positions
 from ..call.check_results import check_needs, check_results
 from ..call.memory import Layouts, layout_key
 from ..call.plan import Plan
@@ -27,7 +27,7 @@ from .passes import function_of, recorder_of
 from .planner import BACKEND_VARIABLE, plan_call
 
 GENERATION = 2048  # keys
-MOST_BACKWARD = 64  # layouts of one forward call's backward passes
+MOST_PASSES = 64  # layouts of the backward passes of one call, and of its passes in forward mode
 
 # Where os.environ looks a name up. It raises an error where there is none, which takes longer than all of the lookup.
 _ENVIRONMENT: Any = getattr(os.environ, "_data", os.environ)
@@ -38,22 +38,30 @@ _BACKEND, _VECTORS = (
 
 
 class Pass:
-    """A forward or backward pass of one layout: not yet seen, planned, or recorded."""
+    """A forward or backward pass or one of forward mode, of one layout: not yet seen, planned, or recorded."""
 
     __slots__ = ("in_dtypes", "layouts", "plan", "recording", "replay")
 
     def __init__(self, layouts: Layouts | None = None) -> None:
-        self.layouts = layouts  # layouts of a backward pass; an entry has one forward pass
+        self.layouts = layouts  # `None` of a forward pass: an entry has one
         self.plan: Plan | None = None
         self.replay: Callable[..., Any] | None = None
         self.recording: Recording | None = None  # the replay's, if it has one, and needs no context around it
         self.in_dtypes = False  # whether recorded gradients have their inputs' dtypes
 
-    def run(self, call: Call, kind: str, inside: Callable[[Call], Any], needs: Needs | None, *rest: Any) -> Any:
+    def run(
+        self,
+        call: Call,
+        kind: str,
+        inside: Callable[[Call], Any],
+        needs: Needs | None,
+        *rest: Any,
+        moves: Needs | None = None,
+    ) -> Any:
         """Run the `kind` function of the planned backend, or record it at the second call."""
         if self.plan is None:
             call, record = call.with_own_indices(), None
-            chosen = plan_call(call, needs=needs)
+            chosen = plan_call(call, needs=needs, moves=moves)
             if needs is not None:
                 _, *results = rest
                 check_results(call, *results)
@@ -88,11 +96,12 @@ def checked(call: Call) -> Call:
 class Entry:
     """Everything kept for the calls with one key."""
 
-    __slots__ = ("apart", "backward", "forward", "num_repeated", "paged", "rooms")
+    __slots__ = ("apart", "backward", "forward", "num_repeated", "paged", "rooms", "tangents")
 
     def __init__(self) -> None:
         self.forward = Pass()
         self.backward: dict[Hashable, list[Pass]] = {}  # by needs and absent tensors; each for other layouts
+        self.tangents: dict[Hashable, list[Pass]] = {}  # of forward mode, by the inputs that move; the same
         self.paged: Settings | None = None  # settings of a KV-cache call whose cache has been checked
         self.rooms: set[int] = set()  # positions in sharded caches for which the call was accepted
         self.apart: set[tuple[int, ...]] = set()  # distances in bytes between caches and new keys that do not overlap
@@ -195,16 +204,9 @@ def backward(
     """Gradients of a call that has an entry, flat, or `None` where a tensor has no memory. `results` are out, lse, dout
     and dlse.
     """
-    known, key, tensors = call.entry.backward, backward_key(call, needs, results), present(call, results)
-    recorded = next((one for one in known.get(key, ()) if one.layouts.match(tensors)), None)
+    recorded = pass_of(call.entry.backward, backward_key(call, needs, results), present(call, results))
     if recorded is None:
-        layouts = Layouts(tensors)
-        if layouts.key is None:
-            return None
-        if sum(map(len, known.values())) >= MOST_BACKWARD:
-            known.clear()
-        recorded = Pass(layouts)
-        known.setdefault(key, []).append(recorded)
+        return None
     if recorded.replay is None:
         requested = check_needs(call, needs)
         gradients = recorded.run(call, "backward", inside, requested, requested, *results).flat()
@@ -214,6 +216,37 @@ def backward(
     if counting.opened and recorded.plan is not None:
         planner.count(call, recorded.plan, "backward")
     return gradients
+
+
+def tangents(call: Call, inside: Callable[[Call], Any], given: Tangents) -> tuple[Tensor, ...] | None:
+    """`out`, `lse` and their tangents, of a call that has an entry; `None` where a tensor has no memory."""
+    key = *given.moves.flat(), state_of_process(call.tensors.q)
+    recorded = pass_of(call.entry.tangents, key, present(call, given.flat()))
+    if recorded is None:
+        return None
+    if recorded.replay is None:
+        results = recorded.run(call, "tangents", inside, None, given, moves=given.moves)
+    else:
+        with inside(call):
+            results = recorded.replay(call, given)
+    if counting.opened and recorded.plan is not None:
+        planner.count(call, recorded.plan, "tangents")
+    return results  # type: ignore[no-any-return]
+
+
+def pass_of(passes: dict[Hashable, list[Pass]], key: Hashable, tensors: list[Tensor]) -> Pass | None:
+    """The pass of a key and of the tensors' layouts, made if there is none; `None` where a tensor has no memory."""
+    known = next((one for one in passes.get(key, ()) if one.layouts.match(tensors)), None)
+    if known is not None:
+        return known
+    layouts = Layouts(tensors)
+    if layouts.key is None:
+        return None
+    if sum(map(len, passes.values())) >= MOST_PASSES:
+        passes.clear()
+    made = Pass(layouts)
+    passes.setdefault(key, []).append(made)
+    return made
 
 
 def replayed_backward(
@@ -238,5 +271,5 @@ def backward_key(call: Call, needs: Sequence[bool], results: tuple[Tensor | None
     return *needs, state_of_process(call.tensors.q), dout is None, dlse is None, call.kept is None
 
 
-def present(call: Call, results: tuple[Tensor | None, ...]) -> list[Tensor]:
+def present(call: Call, results: Sequence[Tensor | None]) -> list[Tensor]:
     return [x for x in (*results, *call.inputs) if x is not None]

@@ -303,13 +303,16 @@ def run_tangents(call: Call, tangents: Tangents) -> tuple[Tensor, Tensor, Tensor
     """The work of the operators of forward mode: the results of `run_forward`, and the tangents of `out` and `lse`."""
     if counting.opened and (zeros := observed.tangents(call, tangents)) is not None:
         return zeros
-    call = call.with_own_indices()
-    chosen = plan_call(call, moves=tangents.moves)
-    with inside_operator(call):
-        results = function_of(chosen, "tangents")(chosen, call, tangents)
-    if counting.opened:
-        count(call, chosen, "tangents")
-    return results  # type: ignore[no-any-return]
+    call.entry = call.entry or fast_path.find_call(call)
+    results = None if call.entry is None else fast_path.tangents(call, inside_operator, tangents)
+    if results is None:
+        call = call.with_own_indices()
+        chosen = plan_call(call, moves=tangents.moves)
+        with inside_operator(call):
+            results = function_of(chosen, "tangents")(chosen, call, tangents)
+        if counting.opened:
+            count(call, chosen, "tangents")
+    return results  # type: ignore[return-value]
 
 
 @untraced

@@ -17,6 +17,7 @@ import flashtile
 from flashtile.api.explain import described_call
 from flashtile.backend.hopper import support
 from flashtile.backend.hopper.plan import tables
+from flashtile.backend.hopper.tile_config import TangentsConfig
 from flashtile.call.call import Needs
 from flashtile.call.device import Device
 from flashtile.call.problem import Problem
@@ -46,12 +47,11 @@ def test_variants(name: str) -> None:
     assert wrong(moving(case_of(name, sum(name.encode()), "cpu", LENGTHS), ALL)) == []
 
 
-@pytest.mark.parametrize(("width", "number"), [(w, n) for w, x in tables.TANGENTS.items() for n in range(1, len(x))])
-def test_other_candidates(width: tuple[int, int], number: int) -> None:
-    case = moving(case_of(f"causal {width[0]}", 2, "cpu", LENGTHS), ALL)
-    only = {width: tables.TANGENTS[width][number:]}
-    with mock.patch.dict(tables.TANGENTS, only):
-        assert wrong(case) == []
+def test_longer_blocks_without_early_values() -> None:
+    """A configuration that `benchmarks/derivatives.py` tries."""
+    config = TangentsConfig(tables.D128, tables.D128, 5, block_n=128, early_values=False)
+    with mock.patch.dict(tables.TANGENTS, {(128, 128): (config,)}):
+        assert wrong(moving(case_of("causal 128", 2, "cpu", LENGTHS), ALL)) == []
 
 
 @pytest.mark.parametrize("names", [("q",), ("v",), ("q", "k"), ("k", "v")], ids="".join)
@@ -59,6 +59,16 @@ def test_some_inputs_move(names: tuple[str, ...]) -> None:
     """Products of the rest are not in the kernel, and their tangents are not loaded."""
     case = case_of("window 128", 1, "cpu", (33, 70))
     assert wrong(moving(case, names)) == []
+
+
+def test_repeated_calls() -> None:
+    """Planned, recorded, replayed."""
+    case = moving(case_of("causal 128", 1, "cpu", (33,)), ALL)
+    expected = solve(case)
+    with emulated(CORES) as launched:
+        for _ in range(3):
+            assert [str(x) for x in compare(case.run("hopper"), case, expected) if not x.ok] == []
+    assert launched == ["forward_kernel", "tangents_kernel"] * 3
 
 
 def test_split_keys_and_unrounded_sums() -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from ...call.call import Call, Needs, Tangents
 from ...call.plan import Plan
 from ..gpu import replay
-from ..replays import ForwardReplay
+from ..replays import ForwardReplay, TangentsReplay, inputs_of
 from .launch.forward import called_forward, forward_config, launch_forward
 
 APPENDING_BACKEND = "triton"  # whose kernel appends to the caches of KV-cache calls
@@ -28,8 +28,15 @@ def tangents(plan: Plan, call: Call, tangents: Tangents) -> tuple[Tensor, Tensor
     """`out`, `lse` and their tangents."""
     from .launch.tangents import launch_tangents  # not needed by other passes
 
-    moving = [x for x in tangents.flat() if x is not None]
-    return replay.run((*call.inputs, *moving), launch_tangents, plan, call, tangents.moves)  # type: ignore[return-value]
+    return replay.run(inputs_of(call, tangents), launch_tangents, plan, call, tangents.moves)  # type: ignore[return-value]
+
+
+def record_tangents(plan: Plan, call: Call, tangents: Tangents) -> tuple[Any, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """As `tangents`, and the function that repeats it for calls of the same layout."""
+    from .launch.tangents import launch_tangents
+
+    recording, results = replay.record(inputs_of(call, tangents), launch_tangents, plan, call, tangents.moves)
+    return TangentsReplay(recording), results  # type: ignore[return-value]
 
 
 def tiles(plan: Plan, call: Call, needs: Needs | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from ...call.cache import append_and_rotate as in_operations
 from ...call.call import Call, Gradients, Needs, Tangents
 from ...call.plan import Plan
 from ..gpu import replay
-from ..replays import ForwardReplay
+from ..replays import ForwardReplay, TangentsReplay, inputs_of
 from .launch import called
 from .launch.cache import appendable, attention_after, launch_append, launch_with_cache
 from .launch.forward import launch_forward
@@ -28,8 +28,15 @@ def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
 def tangents(plan: Plan, call: Call, tangents: Tangents) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from .launch.tangents import launch_tangents  # not needed by other passes
 
-    moving = [x for x in tangents.flat() if x is not None]
-    return replay.run((*call.inputs, *moving), launch_tangents, plan, call, tangents.moves)  # type: ignore[return-value]
+    return replay.run(inputs_of(call, tangents), launch_tangents, plan, call, tangents.moves)  # type: ignore[return-value]
+
+
+def record_tangents(plan: Plan, call: Call, tangents: Tangents) -> tuple[Any, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """As `tangents`, and the function that repeats it for calls of the same layout."""
+    from .launch.tangents import launch_tangents
+
+    recording, results = replay.record(inputs_of(call, tangents), launch_tangents, plan, call, tangents.moves)
+    return TangentsReplay(recording), results  # type: ignore[return-value]
 
 
 def second(
