@@ -76,6 +76,18 @@ def test_written_rates_are_read_again(tmp_path: Path) -> None:
     assert dict(read_again) == pytest.approx(found.rates, rel=1e-3)
 
 
+def test_rates_of_forward_mode(tmp_path: Path) -> None:
+    """Both backends have rates of their own, in place of those of kernels alike."""
+    cells = [Cell(measure="tangents", heads=16, seqlen_q=n, head_dim=128, dtype="bfloat16") for n in (1000, 3000, 8000)]
+    times = {"hopper tangents 128x64x8 heads 1 splits 1": 4.0, "triton tangents 128x32x8x3": 6.0}
+    rows = [
+        Row(x, H100.name, "3.6.0", {}, {name: [t * x.flops / 1e9] * 3 for name, t in times.items()}, {}) for x in cells
+    ]
+    found = write(tmp_path / "chip.toml", rows, H100)
+    assert {"hopper tangents 128 128x64 step", "triton tangents 128 128x32x8x3 step"} <= found.rates.keys()
+    assert abs(found.errors).max() < 0.2
+
+
 def test_rows_are_stored_and_become_stale(tmp_path: Path) -> None:
     cell = Cell(measure="backward", heads=4, window=(3, 0), lengths=(5, 6))
     row = Row(
@@ -91,7 +103,8 @@ def test_rows_are_stored_and_become_stale(tmp_path: Path) -> None:
 def test_calls_are_drawn_alike_and_divided() -> None:
     cells = standard([])
     assert cells == standard([])
-    assert len(cells) == len(drawn(110, 7))
+    assert len(cells) == len(drawn(110, 7)) + 60
+    assert sum(cell.moves for cell in cells) == 60
     shares = divided(cells, 5)
     assert sorted(repr(cell) for share in shares for cell in share) == sorted(map(repr, cells))
     assert max(map(len, shares)) < 3 * min(map(len, shares))

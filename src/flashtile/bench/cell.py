@@ -11,7 +11,8 @@ from .patterns import check_patterns
 TIMED = ("forward", "backward", "decode")
 FIRST_CALLS = ("first_call_cold", "first_call_warm")
 MEMORIES = ("forward_memory", "backward_memory")
-MEASURES = (*TIMED, *FIRST_CALLS, *MEMORIES)
+FORWARD_MODE = "tangents"  # of q, k and v; `flashtile calibrate` times it
+MEASURES = (*TIMED, *FIRST_CALLS, *MEMORIES, FORWARD_MODE)
 INPUTS = ("normal", "outliers", "captured")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -76,6 +77,11 @@ class Cell:
         return self.measure.startswith("backward")
 
     @property
+    def moves(self) -> bool:
+        """Whether it is forward mode."""
+        return self.measure == FORWARD_MODE
+
+    @property
     def belongs_to(self) -> str:
         """The group of features that decides the speed of this call: "scores", "masks", or neither."""
         if self.bias or self.alibi or self.score_mod:
@@ -95,14 +101,15 @@ class Cell:
     @property
     def flops(self) -> int:
         """Operations: 2 (D + Dv) for each visible pair of a row and a key, or 4 B H Sq Sk D for a full square. Two and
-        a half times that backward. A `mask` is not counted: blocks that it hides in part are computed.
+        a half times that backward, three times in forward mode. A `mask` is not counted: blocks that it hides in part
+        are computed.
         """
         left, right = self.window or (-1, -1)
         right = (0 if right < 0 else min(right, 0)) if self.causal else right
         window = Window(None if left < 0 else left, None if right < 0 else right)
         counted = {pair: visible_pairs(window, *pair) for pair in set(self.sequences)}
         forward = 2 * (self.head_dim + self.width_v) * self.heads * sum(counted[pair] for pair in self.sequences)
-        return forward * 5 // 2 if self.differentiates else forward
+        return forward * 5 // 2 if self.differentiates else 3 * forward if self.moves else forward
 
     @property
     def kv_bytes(self) -> int:

@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..bench.cell import TIMED, Cell
+from ..bench.cell import FORWARD_MODE, TIMED, Cell
 from ..bench.sweep import load
 
 DRAWN, SEED = 110, 7
+MOVING = 60  # calls of forward mode
 HEAD_DIMS = (16, 24, 32, 40, 48, 64, 64, 64, 72, 80, 80, 96, 112, 128, 128, 128, 128, 160, 192, 256)
 GROUPS, HEADS = (1, 1, 1, 2, 4, 8), (1, 2, 3, 4, 6, 8, 12, 16)
 MOST_FLOPS, MOST_ELEMENTS, MOST_BIASES = 4e12, 1e9, 5e8
@@ -19,12 +20,12 @@ def standard(sweeps: Sequence[Path]) -> list[Cell]:
     """All calls, each once."""
     cells = [cell for path in sweeps for cell in load(path).on("cuda").cells if cell.measure in TIMED]
     kept: dict[Cell, Cell] = {}
-    for cell in [*cells, *drawn(DRAWN, SEED)]:
+    for cell in [*cells, *drawn(DRAWN, SEED), *drawn(MOVING, SEED, (FORWARD_MODE,))]:
         kept.setdefault(replace(cell, model="", source=""), cell)
     return [cell for cell in kept.values() if cell.dtype != "float64"]
 
 
-def drawn(count: int, seed: int) -> list[Cell]:
+def drawn(count: int, seed: int, measures: Sequence[str] = ("forward", "backward")) -> list[Cell]:
     """Calls of random widths, heads, lengths and features."""
     rng, found = random.Random(seed), list[Cell]()
     while len(found) < count:
@@ -33,7 +34,7 @@ def drawn(count: int, seed: int) -> list[Cell]:
         keys = rows if rng.random() < 0.75 else int(2 ** rng.uniform(5, 13))
         batch = max(1, int(2 ** rng.uniform(0, 7)))
         fields: dict[str, Any] = {
-            "measure": rng.choice(["forward", "backward"]), "batch": batch, "heads": heads_kv * group,
+            "measure": rng.choice(measures), "batch": batch, "heads": heads_kv * group,
             "heads_kv": heads_kv, "seqlen_q": rows, "seqlen_k": keys, "head_dim": head_dim, "dtype": "bfloat16",
             "model": "drawn", "device": "cuda", "causal": rng.random() < 0.5,
         }  # fmt: skip

@@ -1,4 +1,4 @@
-"""All ways to run a call on a GPU: its forward pass or, for a cell of backward, its backward pass."""
+"""All ways to run a call on a GPU: its forward pass, its backward pass or forward mode."""
 
 import itertools
 from collections.abc import Iterator
@@ -11,21 +11,22 @@ from ..backend.gpu.cost import Cost
 from ..backend.gpu.decoding import is_decoding
 from ..bench.cell import Cell
 from ..bench.inputs import make_case
-from ..call.call import Call, Needs
+from ..call.call import Call, Needs, Tangents
 from ..call.device import Device, describe_device
 from ..call.plan import Plan
 from ..call.problem import Problem
-from ..dispatch.planner import SUPPORT, declines_on_device
+from ..dispatch.planner import candidates_of, declines_on_device
 
 BACKENDS = ("hopper", "triton")
 FEW_FEATURES = 64  # above which a second backend's ways are not all measured
 
 
 class Subject(NamedTuple):
-    """A cell's call, what its backward pass needs, and the gradient of its result."""
+    """A cell's call, what its backward pass needs or what moves in forward mode, and the gradient of its result."""
 
     call: Call
-    needs: Needs | None  # needs of a cell of backward
+    needs: Needs | None  # of a cell of backward
+    moves: Needs | None  # of a cell of forward mode
     dout: torch.Tensor
 
     @classmethod
@@ -36,11 +37,19 @@ class Subject(NamedTuple):
         cu_q, cu_k = arguments.pop("cu_seqlens_q", None), arguments.pop("cu_seqlens_k", None)
         call = described_call(q, k, v, cu_q, cu_k, arguments)
         assert case.dout is not None
-        return cls(call, needs_of(call) if cell.differentiates else None, case.dout)
+        still = (False,) * len(call.tensors.score_mod_tensors)
+        moves = Needs(q=True, k=True, v=True, score_mod_tensors=still) if cell.moves else None
+        return cls(call, needs_of(call) if cell.differentiates else None, moves, case.dout)
 
     @property
     def problem(self) -> Problem:
         return Problem.describe(self.call).bucketed()
+
+    @property
+    def tangents(self) -> Tangents:
+        """Tangents of q, k and v."""
+        q, k, v = (torch.randn_like(x) for x in self.call.tensors[:3])
+        return Tangents(q, k, v, score_mod_tensors=(None,) * len(self.call.tensors.score_mod_tensors))
 
 
 def plans(subject: Subject, *, every: bool = False) -> Iterator[tuple[str, Plan]]:
@@ -50,24 +59,39 @@ def plans(subject: Subject, *, every: bool = False) -> Iterator[tuple[str, Plan]
     problem, device = subject.problem, describe_device(subject.call.tensors.q.device)
     taken = False
     for backend in BACKENDS:
-        if declines_on_device(backend, problem, device, subject.needs) is not None:
+        if declines_on_device(backend, problem, device, subject.needs, subject.moves) is not None:
             continue
-        many = every or not taken or max(problem.head_dim, problem.head_dim_v) <= FEW_FEATURES or is_decoding(problem)
-        for plan in itertools.islice(plans_of(backend, problem, device, subject.needs), None if many else 1):
-            yield described(plan, subject.needs), plan
+        many = (
+            every
+            or not taken
+            or subject.moves is not None
+            or max(problem.head_dim, problem.head_dim_v) <= FEW_FEATURES
+            or is_decoding(problem)
+        )
+        found = plans_of(backend, problem, device, subject.needs, subject.moves)
+        for plan in itertools.islice(found, None if many else 1):
+            yield described(plan, subject), plan
         taken = True
 
 
-def plans_of(backend: str, problem: Problem, device: Device, needs: Needs | None) -> Iterator[Plan]:
-    for way in SUPPORT[backend].candidates(problem, device, needs):
+def plans_of(
+    backend: str, problem: Problem, device: Device, needs: Needs | None, moves: Needs | None
+) -> Iterator[Plan]:
+    for way in candidates_of(backend, problem, device, needs, moves):
         yield Plan(backend, way.tile, way.num_splits, (), None, way.microseconds)
 
 
-def cost_of(plan: Plan, problem: Problem, device: Device, needs: Needs | None) -> Cost:
+def cost_of(plan: Plan, subject: Subject, device: Device) -> Cost:
     """What a plan does."""
     from ..backend.hopper.plan import cost as hopper
     from ..backend.triton.plan import cost as triton
 
+    problem, needs, moves = subject.problem, subject.needs, subject.moves
+    if moves is not None:
+        if plan.backend == "triton":
+            return triton.tangents(problem, device, plan.tile, moves)
+        forward = hopper.forward(problem, device, plan.tile.forward, plan.num_splits)
+        return hopper.tangents(problem, device, forward, plan.tile.tangents, moves)
     if plan.backend == "triton":
         if needs is None:
             return triton.forward(problem, device, plan.tile, plan.num_splits)
@@ -77,10 +101,19 @@ def cost_of(plan: Plan, problem: Problem, device: Device, needs: Needs | None) -
     return hopper.backward(problem, device, plan.tile.backward)
 
 
-def described(plan: Plan, needs: Needs | None) -> str:
+def described(plan: Plan, subject: Subject) -> str:
     """A plan's name, which tells it from others of its problem."""
+    if subject.moves is not None:
+        return f"{plan.backend} tangents {words_of_tangents(plan)}"
     words = hopper_words if plan.backend == "hopper" else triton_words
-    return f"{plan.backend} {words(plan, backward=needs is not None)}"
+    return f"{plan.backend} {words(plan, backward=subject.needs is not None)}"
+
+
+def words_of_tangents(plan: Plan) -> str:
+    x = plan.tile.tangents
+    if plan.backend == "triton":
+        return f"{x.block_m}x{x.block_n}x{x.num_warps}x{x.num_stages}"
+    return f"{x.block_m}x{x.block_n}x{x.kv_stages} heads {x.heads_at_once} splits {plan.num_splits}"
 
 
 def hopper_words(plan: Plan, *, backward: bool) -> str:

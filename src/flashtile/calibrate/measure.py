@@ -25,6 +25,9 @@ TOLERANCE = 0.05  # difference of results that two plans may have
 def runner(subject: Subject, plan: Plan, forward: tuple[Any, Any] | None) -> Callable[[], torch.Tensor]:
     """The function that runs a pass by a plan."""
     entry = entry_of(plan.backend)
+    if subject.moves is not None:
+        tangents = subject.tangents
+        return lambda: entry.tangents(plan, subject.call, tangents)[2]
     if subject.needs is None:
         return lambda: entry.forward(plan, subject.call)[0]
     out, lse = forward or (None, None)
@@ -67,6 +70,7 @@ def measure(cell: Cell, device: torch.device) -> Row:
     graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
     refused: dict[str, str] = {}
     first: torch.Tensor | None = None
+    torch.manual_seed(0)  # tangents are drawn
     for name, plan in plans(subject):
         try:
             run = runner(subject, plan, forward)

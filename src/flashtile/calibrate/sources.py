@@ -9,21 +9,24 @@ from ..backend.gpu.chips import MMA_SYNC
 
 PACKAGE = Path(__file__).parents[1]
 FOLDERS = {"mma": "triton"}
-KERNELS = {  # files that kernels are defined in, by kind and pass
-    ("hopper", False): ("forward/forward", "combine", "float32/forward"),
-    ("hopper", True): ("backward/fused", "dq/dq", "dkdv/dkdv", "preprocess", "postprocess", "add_splits"),
-    ("triton", False): ("forward", "between_products"),
-    ("triton", True): ("dkdv", "dq", "fused", "preprocess", "between_products"),
-    ("mma", False): ("mma/forward",),
-    ("mma", True): ("mma/backward", "mma/from_sums"),
+KERNELS: dict[tuple[str, str], tuple[str, ...]] = {  # files that kernels are defined in, by kind and pass
+    ("hopper", "forward"): ("forward/forward", "combine", "float32/forward"),
+    ("hopper", "backward"): ("backward/fused", "dq/dq", "dkdv/dkdv", "preprocess", "postprocess", "add_splits"),
+    ("hopper", "tangents"): ("forward/forward", "combine", "tangents/tangents"),
+    ("triton", "forward"): ("forward", "between_products"),
+    ("triton", "backward"): ("dkdv", "dq", "fused", "preprocess", "between_products"),
+    ("triton", "tangents"): ("tangents",),
+    ("mma", "forward"): ("mma/forward",),
+    ("mma", "backward"): ("mma/backward", "mma/from_sums"),
+    ("mma", "tangents"): (),
 }
 
 
 @functools.cache
-def digest(kind: str, backward: bool) -> str:
+def digest(kind: str, of_pass: str) -> str:
     """Of all files that a pass's kernels are made from."""
     folder, files = PACKAGE / "backend" / FOLDERS.get(kind, kind) / "kernels", set[Path]()
-    for name in KERNELS[kind, backward]:
+    for name in KERNELS[kind, of_pass]:
         collect(folder / f"{name}.py", files)
     text = b"".join(file.read_bytes() for file in sorted(files))
     return hashlib.sha256(text).hexdigest()[:16]

@@ -37,7 +37,8 @@ class Row(NamedTuple):
 
 
 def sources_of(cell: Cell, kinds: Iterable[str]) -> dict[str, str]:
-    return {kind: digest(kind, cell.differentiates) for kind in kinds}
+    of_pass = "backward" if cell.differentiates else "tangents" if cell.moves else "forward"
+    return {kind: digest(kind, of_pass) for kind in kinds}
 
 
 def read(path: Path) -> Iterator[Row]:

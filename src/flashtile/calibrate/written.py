@@ -26,10 +26,9 @@ def fitted(rows: Sequence[Row], device: Device) -> Fit:
             continue
         with meta_tensors_on(device):
             subject = Subject.of(row.cell, torch.device("meta"))
-            problem = subject.problem
             for name, plan in plans(subject, every=True):
                 if name in row.times:
-                    costs.append(cost_of(plan, problem, device, subject.needs))
+                    costs.append(cost_of(plan, subject, device))
                     times.append(row.times[name][0])
     return fit(costs, times)
 

@@ -236,9 +236,9 @@ def tangents(call: Call, inside: Callable[[Call], Any], given: Tangents) -> tupl
 
 def pass_of(passes: dict[Hashable, list[Pass]], key: Hashable, tensors: list[Tensor]) -> Pass | None:
     """The pass of a key and of the tensors' layouts, made if there is none; `None` where a tensor has no memory."""
-    known = next((one for one in passes.get(key, ()) if one.layouts.match(tensors)), None)
-    if known is not None:
-        return known
+    for one in passes.get(key, ()):
+        if one.layouts is not None and one.layouts.match(tensors):
+            return one
     layouts = Layouts(tensors)
     if layouts.key is None:
         return None

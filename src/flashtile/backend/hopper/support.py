@@ -210,7 +210,7 @@ def tangent_candidates(problem: Problem, device: Device, moves: Needs) -> list[C
     from .plan import candidates as plan
     from .plan import cost
 
-    first = candidates(problem, device, None)[0]
+    first = next(x for x in candidates(problem, device, None) if x.tile.forward.last_splits == 1)
     forward = cost.forward(problem, device, first.tile.forward, first.num_splits)
     ways = [
         (first.tile._replace(tangents=config), first.num_splits, cost.tangents(problem, device, forward, config, moves))

@@ -40,6 +40,7 @@ def launch_tangents(recorder: Recorder, plan: Plan, call: Call, moves: Needs) ->
     dlse = recorder.new(t.q.new_empty(lse_shape(t.q), dtype=torch.float32))
     unrounded = recorder.new(new_rows(t.q, t.q.shape[1], t.v.shape[-1], torch.float32))
     first = forward_config(plan, call)
+    assert first.kind == "half"  # `support` declines float32
     first = first.in_float32 if first.splits == 1 else first
     row_stats, _ = launch_rows(recorder, first, call._replace(tensors=t._replace(out=None)), unrounded)
     results = {
