@@ -129,9 +129,16 @@ def products() -> None:
 
 def forward_mode() -> None:
     """Results and tangents of one pass, plain, packed and with features."""
-    for d in (64, 128, 256):
+    for d in (64, 96, 128, 192, 256):
         q, k, v = (rows(1, 2, n, d).detach() for n in (300, 333, 333))
-        torch.func.jvp(lambda *x: flashtile.attention(*x, causal=True), (q, k, v), (q, k, v))
+        for backend in ("triton", "hopper"):  # which leaves what it has no kernel for to the next one
+            torch.func.jvp(lambda *x: flashtile.attention(*x, causal=True, backend=backend), (q, k, v), (q, k, v))  # noqa: B023
+            packed = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]
+            cu_q, cu_k = (torch.tensor([0, 101, n], device="cuda", dtype=torch.int32) for n in (300, 333))
+            torch.func.jvp(
+                lambda *x: flashtile.attention_varlen(*x, cu_q, cu_k, window=(70, 20), backend=backend),  # noqa: B023
+                (*packed,), (*packed,),
+            )  # fmt: skip
     q, k, v = (rows(1, 2, n, 64).detach() for n in (300, 333, 333))
     bias, sinks = torch.randn(1, 2, 300, 333, device="cuda", dtype=torch.bfloat16), torch.rand(2, device="cuda")
     inputs = q, k, v, bias, sinks
@@ -141,6 +148,8 @@ def forward_mode() -> None:
         return flashtile.attention(q, k, v, **options)
 
     torch.func.jvp(along, inputs, inputs)
+    wide = [rows(1, 2, n, 128).detach() for n in (300, 333, 333)]
+    torch.func.jvp(lambda *x: along(*x, bias, sinks), (*wide,), (*wide,))
     cu = torch.tensor([0, 7, 200, 300], dtype=torch.int32, device="cuda")
     tokens = tuple(torch.randn(300, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     torch.func.jvp(lambda *x: flashtile.attention_varlen(*x, cu, cu, causal=True), tokens, tokens)

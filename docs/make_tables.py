@@ -310,7 +310,7 @@ def backends() -> str:
     names = ["reference", "tiled", "cpu", "triton", "hopper"]
     body = [[feature, *(answer(name, *about) for name in names)] for feature, about in features.items()]
     kernels = ["yes" if hasattr(SUPPORT[name], "tangent_candidates") else "no" for name in names]
-    body.append(["forward mode in one pass", *kernels])
+    body.append(["forward mode", *kernels])
     return markdown(["feature", *(f"`{name}`" for name in names)], body)
 
 
