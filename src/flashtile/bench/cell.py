@@ -11,7 +11,7 @@ from .patterns import check_patterns
 TIMED = ("forward", "backward", "decode")
 FIRST_CALLS = ("first_call_cold", "first_call_warm")
 MEMORIES = ("forward_memory", "backward_memory")
-FORWARD_MODE = "tangents"  # of q, k and v; `flashtile calibrate` times it
+FORWARD_MODE = "tangents"  # forward mode by q, k and v, which `flashtile calibrate` times
 MEASURES = (*TIMED, *FIRST_CALLS, *MEMORIES, FORWARD_MODE)
 INPUTS = ("normal", "outliers", "captured")
 DTYPES = ("float16", "bfloat16", "float32", "float64")

@@ -25,8 +25,8 @@ class Subject(NamedTuple):
     """A cell's call, what its backward pass needs or what moves in forward mode, and the gradient of its result."""
 
     call: Call
-    needs: Needs | None  # of a cell of backward
-    moves: Needs | None  # of a cell of forward mode
+    needs: Needs | None  # needs of a cell of backward
+    moves: Needs | None  # inputs that move in a cell of forward mode
     dout: torch.Tensor
 
     @classmethod

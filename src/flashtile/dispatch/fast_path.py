@@ -101,7 +101,7 @@ class Entry:
     def __init__(self) -> None:
         self.forward = Pass()
         self.backward: dict[Hashable, list[Pass]] = {}  # by needs and absent tensors; each for other layouts
-        self.tangents: dict[Hashable, list[Pass]] = {}  # of forward mode, by the inputs that move; the same
+        self.tangents: dict[Hashable, list[Pass]] = {}  # passes of forward mode, by the inputs that move
         self.paged: Settings | None = None  # settings of a KV-cache call whose cache has been checked
         self.rooms: set[int] = set()  # positions in sharded caches for which the call was accepted
         self.apart: set[tuple[int, ...]] = set()  # distances in bytes between caches and new keys that do not overlap
