@@ -149,13 +149,21 @@ PAGED = {
     ),
     "paged 256": Variant(layout="paged", head_dim=256, heads=(4, 2), page_size=192),
 }
+WIDE = {  # whose columns two warpgroups share, without a backward pass
+    "grouped heads 512": Variant(CAUSAL, head_dim=512, heads=(4, 1), transposed=True),
+    "window 320": Variant(FEATURES["window"], FP16, head_dim=320),
+    "packed everything 512/264": Variant(EVERYTHING, head_dim=512, head_dim_v=264, layout="used", heads=(4, 2)),
+    "dropout and bias 264/512": Variant(all_of(dropout, bias(True, True, True, True)), head_dim=264, head_dim_v=512),
+    "mask and softcap 384": Variant(all_of(mask, FEATURES["softcap"]), head_dim=384),
+    "paged 512": Variant(CAUSAL, layout="paged", head_dim=512, heads=(4, 1), page_size=48),
+}
 FLOAT32 = {
     "float32 causal 128": Variant(CAUSAL, FP32, head_dim=128, heads=(4, 2), transposed=True),
     "float32 window 64": Variant(FEATURES["window"], FP32),
     "float32 top left 72": Variant(all_of(FEATURES["top left"], fixed(scale=-0.1)), FP32, head_dim=72, heads=(4, 1)),
     "packed float32 96/80": Variant(CAUSAL, FP32, layout="used", head_dim=96, head_dim_v=80, heads=(4, 2)),
 }
-VARIANTS |= CHUNKED | NARROWER | BIASED | DROPPED | SLOPED | PAGED | FLOAT32
+VARIANTS |= CHUNKED | NARROWER | BIASED | DROPPED | SLOPED | PAGED | WIDE | FLOAT32
 VARIANTS |= {
     f"deterministic {name}": replace(VARIANTS[name], features=all_of(VARIANTS[name].features, DETERMINISTIC))
     for name in ("full 64", "causal 64", "causal 128", "window 64", "top left 128", "grouped heads 128", "causal 96")
@@ -165,7 +173,7 @@ FORWARD_ONLY = ("softcap 64", "everything 64", "everything 8")
 
 
 def case_of(name: str, seed: int, device: str, lengths: tuple[int, ...] = LONGER) -> Case:
-    """A random problem of a variant. The backward pass of FORWARD_ONLY and of pages, the gradient of a bias, and that
+    """A random problem of a variant. The backward pass of FORWARD_ONLY, of pages and of WIDE, the gradient of a bias, and that
     of slopes with a softcap or wide heads, run in other backends.
     """
     variant = VARIANTS[name]
@@ -174,7 +182,7 @@ def case_of(name: str, seed: int, device: str, lengths: tuple[int, ...] = LONGER
     case = variant.case(seed, device, lengths)
     wide = max(case.arguments[x].shape[-1] for x in "qv") > 128
     constant = ("alibi_slopes", "bias") if wide or case.arguments.get("softcap") else ("bias",)
-    forward_only = name.endswith(FORWARD_ONLY) or name in PAGED
+    forward_only = name.endswith(FORWARD_ONLY) or name in PAGED or name in WIDE
     return replace(case, forward_only=forward_only, constant=constant)
 
 
@@ -187,7 +195,8 @@ FAMILIES += [(name, 32, seqlen) for name in ("full", "causal", "everything") for
 FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in VARIANTS if "packed" in name]
 FAMILIES += [("full", dim, seqlen) for dim in (64, 128) for seqlen in (ONE, FEW)]
 BIAS_TILES = "bias in tiles"
-FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in PAGED]
+FAMILIES += [(name, 512, seqlen) for name in FEATURES for seqlen in (SHORT, LONG)]
+FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in {**PAGED, **WIDE} if "packed" not in name]
 FAMILIES += [(name, VARIANTS[name].head_dim, SHORT) for name in FLOAT32 if "packed" not in name]
 FAMILIES += [(BIAS_TILES, dim, SHORT) for dim in (32, 64, 80, 96, 128)]
 

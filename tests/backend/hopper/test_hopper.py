@@ -95,7 +95,7 @@ def problem(**changes: object) -> Problem:
             {"layout": "paged", "pages": Pages(16, True, True), "features": Features(sinks=True, bias=(True,) * 4)},
             "biases",
         ),
-        ({"head_dim": 264, "head_dim_v": 264}, "multiples of 8 up to 256"),
+        ({"head_dim": 520, "head_dim_v": 64}, "multiples of 8 up to 512"),
         ({"head_dim": 84}, "multiples of 8"),
         ({"seqused_q": True}, "seqused_q"),
         ({"dropout": True, "octet_start": 3}, "multiple of 8 keys"),

@@ -122,7 +122,7 @@ def test_short_blocks_of_three_warpgroups(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "num_splits"), [
     ("causal 64", 5), ("sinks 128", 2), ("window 72", 5), ("top left 64", 2), ("sinks 104/72", 2), ("window 160", 2),
-    ("full 256", 5),
+    ("full 256", 5), ("grouped heads 512", 3),
 ])  # fmt: skip
 def test_split_keys(name: str, num_splits: int) -> None:
     """Also more splits than a row has blocks of keys."""
@@ -331,6 +331,7 @@ FLOAT32, PARTS = "kernels/float32/forward.py", "kernels/shared/parts.py"
 PREPROCESS = "kernels/preprocess.py"
 COORDINATES, SWIZZLE = "kernels/shared/coordinates.py", "kernels/shared/swizzle.py"
 SLOPES, PACKED_SLOPES = "kernels/backward/slopes.py", "packed slopes of sequences 128"
+WIDE, HANDOFF = "kernels/wide/forward.py", "kernels/wide/handoff.py"
 DROPOUT, PHILOX = "kernels/shared/dropout.py", "kernels/shared/philox_ptx.py"
 
 WAIT_S = "s = warpgroup_mma_wait(PV_GEMMS, deps=(s,))\n    "
@@ -375,7 +376,7 @@ BUGS = (
         "causal 256",
         seed=2,
     ),
-    Bug("first stage never full", PRODUCER, "mbarrier.arrive(v.full.index(0), count=1)", "pass"),
+    Bug("first stage never full", PRODUCER, "leave_unwritten(v, HEAD_DIM_V)", "pass"),
     Bug("no wait for values", MAINLOOP, "consumer_wait(v, count, STAGES)", "pass"),
     Bug(
         "wrong phase",
@@ -518,6 +519,26 @@ BUGS = (
     Bug("dv over ds that is read", LATE_DQ, "count + stored % 2,", "count + 2 + stored % 2,", "causal 96", (255, 384)),
     Bug("rows of two chunks", KEY_SCHEDULER, "gl.minimum(hi, scheduler.chunk.chunk_hi)", "hi", "full 64"),
     Bug("tiles counted from anything", PREPROCESS, "tl.store(tile_count_semaphore, 0)", "pass", "packed 128"),
+    Bug("keys of a chunk in use", WIDE, "warpgroup_mma_wait(1, deps=(s,))", "s", "window 320", (130, 200)),
+    Bug("other half starts in the next block", WIDE, "n > tile.lo,", "n > tile.lo + 1,", "window 320", (65, 130)),
+    Bug("other half not rescaled", WIDE, "acc = softmax.rescale(acc, alpha, changed)", "pass", "window 320", (65, 300)),
+    Bug(
+        "other half keeps its values",
+        WIDE,
+        "consumer_release(chunk_empty(v, FIRST + c), 0, 1)\n            item",
+        "pass\n            item",
+        "window 320",
+        (65, 130),
+    ),
+    Bug(
+        "p of the next block",
+        HANDOFF,
+        "mbarrier.wait(handoff.empty.index(0), (item & 1) ^ 1)\n    handoff.p",
+        "handoff.p",
+        "window 320",
+        (130, 200),
+    ),
+    Bug("p before it is there", HANDOFF, "mbarrier.wait(handoff.full.index(0), item & 1)\n    p", "p", "window 320"),
     Bug("rows of the next packed sequence", COORDINATES, "RAGGED_EXTENT - seqlen + row", "row", "packed 128"),
 )
 

@@ -38,6 +38,7 @@ class HeadDim(Constexpr):
     chunks: tuple[int, ...]
     box: int  # columns
     parts: int = 1  # parts of a number, side by side in memory: three of a float32 number (`kernels.shared.parts`)
+    apart: bool = False  # whether chunks of keys or values, in a single stage, are loaded and released one by one
 
     @property
     def width(self) -> int:
@@ -61,6 +62,16 @@ class HeadDim(Constexpr):
     @property
     def num_boxes(self) -> int:
         return self.smem_width // self.box
+
+    @property
+    def loads(self) -> int:
+        """Loads of a stage that have barriers of their own."""
+        return len(self.chunks) if self.apart else 1
+
+    @property
+    def half(self) -> "HeadDim":
+        """The first half of the chunks."""
+        return replace(self, chunks=self.chunks[: len(self.chunks) // 2])
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -95,6 +106,7 @@ class ForwardConfig(Constexpr):
     pair_align: int = 1  # elements that divide the strides of bias and mask, set for a launch
     natural: bool = False  # differences of scores are taken before any factor (`formulas.is_natural`), set for a launch
     bias_stages: int = 0  # stages of tiles of a bias that TMA loads, set for a launch; 0 without them
+    column_warpgroups: int = 1  # that share the results' columns: with two, the kernel is `kernels.wide`
     page_rows: int = 0  # keys of a part of a block, which lies in one page; 0 where keys are not in pages
     page_size: int | None = None  # where sequences have several pages
     kind: Literal["half"] = "half"

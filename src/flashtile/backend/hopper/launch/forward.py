@@ -29,6 +29,7 @@ from .scheduler_args import query_group, rest_of_waves, scheduler_args
 from .semaphores import tile_count_semaphore
 
 FORWARD = Kernel(f"{KERNELS}.forward.forward", "forward_kernel")
+WIDE_FORWARD = Kernel(f"{KERNELS}.wide.forward", "wide_forward_kernel")
 COMBINE = Kernel(f"{KERNELS}.combine", "combine_kernel")
 
 
@@ -138,7 +139,8 @@ def launch_tiles(
     }
     programs, scalars = launch_scalars(call, config, left_out)
     scalars |= {**page_scalars(t), **more_scalars}
-    launch(recorder, call, FORWARD, {**pointers, **more_pointers}, programs, scalars)
+    kernel = FORWARD if config.column_warpgroups == 1 else WIDE_FORWARD
+    launch(recorder, call, kernel, {**pointers, **more_pointers}, programs, scalars)
     if config.splits > 1:
         combine_splits(recorder, config, rows, results)
 

@@ -27,7 +27,7 @@ from ..tile_config import (
 from . import float32_tables
 from .listed import expects_lists, is_padded
 from .tables import FORWARD, FUSED_BACKWARD, SPLIT_BACKWARD, TANGENTS
-from .widths import ONE_BOX, widths
+from .widths import FORWARD_ONLY, ONE_BOX, widths
 
 NEWEST_3WG = (3, 7)  # version of Triton; with later ones, three warpgroups spill at 80 and 96 features
 NEWEST_LATE_DQ = (3, 6)  # version of Triton; with 3.9, adding dq late spills 192 bytes at 128 features, not 72
@@ -113,6 +113,8 @@ def is_plain(problem: Problem) -> bool:
 
 def warpgroups_with_room(problem: Problem, device: Device, width: tuple[int, int]) -> tuple[int, ...]:
     """Numbers of a program's warpgroups that have registers for what the problem does with scores."""
+    if width in FORWARD_ONLY:
+        return (1,)
     score_mod, masked = problem.score_mod, is_masked(problem)
     costly = score_mod is not None and not (isinstance(score_mod, Formula) and is_head_factor(score_mod))
     other_terms = problem.features._replace(bias=None).score_terms

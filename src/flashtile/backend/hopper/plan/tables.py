@@ -16,6 +16,7 @@ from ..tile_config import (
 # Boxes of 64 columns are loaded faster than narrower ones, which leave room for more stages.
 D32, D64, D80, D96 = HeadDim((32,), 32), HeadDim((64,), 64), HeadDim((64, 16), 64), HeadDim((64, 32), 64)
 D128, D192, D256 = HeadDim((128,), 128), HeadDim((128, 64), 64), HeadDim((256,), 256)
+D512 = HeadDim((128,) * 4, 128, apart=True)
 D80_NARROW, D96_NARROW, D160_NARROW = (HeadDim(x, 32) for x in ((64, 16), (64, 32), (128, 32)))
 
 
@@ -52,6 +53,7 @@ FORWARD = {
     (160, 160): (ForwardConfig(D160_NARROW, D160_NARROW, 64, 128, 2, 2, q_stages=1, speculative_exps=8),),
     (192, 192): (ForwardConfig(D192, D192, 128, 64, 2, 3, q_stages=1, speculative_exps=12),),
     (256, 256): (ForwardConfig(D256, D256, 128, 64, 2, 2, q_stages=1, speculative_exps=12),),
+    (512, 512): (ForwardConfig(D512, D512, 64, 64, 1, 1, q_stages=1, speculative_exps=8, column_warpgroups=2),),
 }
 # By width; the first serves all features, the others plain calls.
 FUSED_BACKWARD = {

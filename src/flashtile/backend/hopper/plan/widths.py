@@ -5,11 +5,12 @@ import torch
 from ....call.problem import Problem
 
 WIDTHS = (  # widths of the kernels, for (q and k, v)
-    (32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (160, 160), (192, 192), (256, 256),
+    (32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (160, 160), (192, 192), (256, 256), (512, 512),
 )  # fmt: skip
 
 FLOAT32 = WIDTHS[1:5]  # widths of float32
 FUSED = WIDTHS[:5]  # with one backward kernel
+FORWARD_ONLY = WIDTHS[-1:]  # with no backward kernel
 ONE_BOX = WIDTHS[:2]  # where exponentials take longer than products, and three warpgroups are fast with every Triton
 
 

@@ -6,9 +6,9 @@ from the consumers in its quarter of the SM.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..shared.pages import acquire_and_load_pages, load_parts
+from ..shared.pipeline import leave_unwritten
 from ..shared.tile_scheduler import REQUEST_DISTANCE, pop_tile, request_tile
 from .producer import load_q
 
@@ -39,7 +39,7 @@ def keys_warp(q_desc, k_desc, pipelines, queue, pages, CONFIG: gl.constexpr, PAC
 def values_warp(v_desc, pipelines, queue, pages, CONFIG: gl.constexpr):
     """The partition that loads v. Step n of the main loop needs values of block n - 1, across tile boundaries too."""
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
-    mbarrier.arrive(pipelines.v.full.index(0), count=1)  # the first step has none: its stage stays unwritten
+    leave_unwritten(pipelines.v, HEAD_DIM_V)  # the first step has none
     tile_count = 0
     count = 1
     tile = pop_tile(queue, 0)

@@ -10,7 +10,16 @@ from ..shared.bias_tiles import load_bias_tile
 from ..shared.block_lists import block_at, first_entry, load_entry
 from ..shared.coordinates import kv_coord, q_coord
 from ..shared.mma import MMA_M
-from ..shared.pipeline import Pipeline, SmemBuffers, acquire_and_load, expect_bytes, load_boxes, stage_of, wraps_of
+from ..shared.pipeline import (
+    Pipeline,
+    SmemBuffers,
+    acquire_and_load,
+    expect_bytes,
+    leave_unwritten,
+    load_boxes,
+    stage_of,
+    wraps_of,
+)
 from ..shared.tile_scheduler import REQUEST_DISTANCE, pop_tile, request_tile
 from .key_order import block_of_step, first_block
 
@@ -42,7 +51,7 @@ def producer_warp(
     k, v, inputs = pipelines.k, pipelines.v, params.inputs
     tile_count = 0
     count = 0  # steps of the main loop
-    mbarrier.arrive(v.full.index(0), count=1)  # the first step has no previous values: its stage stays unwritten
+    leave_unwritten(v, HEAD_DIM_V)  # the first step has no previous values
     tile = pop_tile(queue, 0)
     while tile.b >= 0:
         first = first_block(tile, inputs, CONFIG)

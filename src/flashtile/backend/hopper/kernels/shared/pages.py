@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .compat import Pointer, Scalar, reinterpret_smem, tma_load
 from .coordinates import RAGGED_EXTENT, ragged_coord
-from .pipeline import producer_acquire, stage_of
+from .pipeline import chunk_empty, full_of, producer_acquire, stage_of
 from .ptx import from_lane, lane_id
 
 SCANNED = gl.constexpr(128)  # entries of the page table that the scheduler warp looks at together
@@ -83,25 +83,30 @@ def acquire_and_load_pages(pipeline, desc, head, parts, count, HEAD_DIM: gl.cons
     """Wait until the stage of load number `count` is empty, and start the loads of a block's parts."""
     STAGES: gl.constexpr = CONFIG.stages
     PARTS: gl.constexpr = CONFIG.page_parts
-    BOXES: gl.constexpr = PARTS * (HEAD_DIM.smem_width // desc.block_type.shape[-1])
+    LOADS: gl.constexpr = HEAD_DIM.loads
+    BOXES: gl.constexpr = PARTS * (HEAD_DIM.smem_width // desc.block_type.shape[-1]) // LOADS
+    CHUNKS: gl.constexpr = len(HEAD_DIM.chunks) // LOADS  # of a load
     stage = stage_of(count, STAGES)
-    producer_acquire(pipeline.empty, count, STAGES)
-    mbarrier.expect(pipeline.full.index(stage), BOXES * desc.block_type.nbytes)
-    for part in range(PARTS):
-        stop, row = parts.stop, parts.row
-        if PARTS > 1:
-            stop, row = from_lane(stop, part), from_lane(row, part)
-        load_part(pipeline, desc, (RAGGED_EXTENT, stop, head, row, 0), stage, part, STAGES, HEAD_DIM, PARTS)
+    for n in gl.static_range(LOADS):  # chunks that are loaded apart have one stage
+        full = full_of(pipeline, stage, n, HEAD_DIM)
+        producer_acquire(chunk_empty(pipeline, n), count, STAGES)
+        mbarrier.expect(full, BOXES * desc.block_type.nbytes)
+        for part in range(PARTS):
+            stop, row = parts.stop, parts.row
+            if PARTS > 1:
+                stop, row = from_lane(stop, part), from_lane(row, part)
+            coord = (RAGGED_EXTENT, stop, head, row, 0)
+            load_part(pipeline.data, full, desc, coord, stage, part, n * CHUNKS, CHUNKS, STAGES, HEAD_DIM, PARTS)
 
 
 @gluon.jit
 def load_part(
-    pipeline, desc, coord, stage, part, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr
+    data, full, desc, coord, stage, part, FIRST: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr,
+    HEAD_DIM: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Start the loads of one part of a stage."""
-    full = pipeline.full.index(stage)
-    for c in gl.static_range(len(HEAD_DIM.chunks)):
-        load_chunk(pipeline.data[c], full, desc, coord, HEAD_DIM.offsets[c], stage, part, STAGES, PARTS)
+    """Start the loads of one part of CHUNKS chunks of a stage."""
+    for c in gl.static_range(FIRST, FIRST + CHUNKS):
+        load_chunk(data[c], full, desc, coord, HEAD_DIM.offsets[c], stage, part, STAGES, PARTS)
 
 
 @gluon.jit

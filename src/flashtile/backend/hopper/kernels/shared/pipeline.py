@@ -35,7 +35,7 @@ class Pipeline(NamedTuple):
     """Buffers with named barriers for empty stages."""
 
     data: tuple[gl.shared_memory_descriptor, ...]
-    full: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor  # of chunks that are loaded apart, a tuple of [1, 1]
     empty: NamedBarriers
 
 
@@ -57,8 +57,16 @@ def make_buffers(desc, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr, BOXES: gl.c
 @gluon.jit
 def make_pipeline(desc, STAGES: gl.constexpr, empty, HEAD_DIM: gl.constexpr, BOXES: gl.constexpr = 1):
     """A pipeline of STAGES blocks of rows, each of BOXES boxes below each other."""
-    buffers = make_buffers(desc, STAGES, HEAD_DIM, BOXES)
-    return Pipeline(buffers.data, buffers.full, empty)
+    if HEAD_DIM.apart:
+        gl.static_assert(STAGES == 1)
+        LOADS: gl.constexpr = HEAD_DIM.loads
+        full = ()
+        for _ in gl.static_range(LOADS):  # waits for barriers of one array would synchronize the warpgroup
+            full = full + (make_mbarriers(1, 1),)
+        return Pipeline(allocate_chunks(desc, 1, HEAD_DIM, BOXES), full, empty)
+    else:
+        buffers = make_buffers(desc, STAGES, HEAD_DIM, BOXES)
+        return Pipeline(buffers.data, buffers.full, empty)
 
 
 @gluon.jit
@@ -82,11 +90,51 @@ def allocate_boxes(desc, STAGES: gl.constexpr, WIDTH: gl.constexpr, BOXES: gl.co
 
 @gluon.jit
 def acquire_and_load(pipeline, desc, coord, count, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Wait until the stage of load number `count` is empty, and start the load."""
-    stage = stage_of(count, STAGES)
-    producer_acquire(pipeline.empty, count, STAGES)
-    expect_bytes(pipeline, desc, stage, HEAD_DIM)
-    load_boxes(pipeline, desc, coord, stage, HEAD_DIM)
+    """Wait until the stage of load number `count` is empty, and start the load; of chunks that are loaded apart, one
+    after another.
+    """
+    LOADS: gl.constexpr = HEAD_DIM.loads
+    if HEAD_DIM.apart:
+        for c in gl.static_range(LOADS):
+            full = pipeline.full[c].index(0)
+            producer_acquire(chunk_empty(pipeline, c), count, 1)
+            mbarrier.expect(full, HEAD_DIM.smem_chunks[c] // HEAD_DIM.box * desc.block_type.nbytes)
+            load_chunk(pipeline, desc, coord, 0, full, c, HEAD_DIM)
+    else:
+        stage = stage_of(count, STAGES)
+        producer_acquire(pipeline.empty, count, STAGES)
+        expect_bytes(pipeline, desc, stage, HEAD_DIM)
+        load_boxes(pipeline, desc, coord, stage, HEAD_DIM)
+
+
+@gluon.jit
+def chunk_empty(pipeline, c: gl.constexpr):
+    """The barrier of one of the chunks that are loaded apart."""
+    return NamedBarriers(pipeline.empty.first + c, pipeline.empty.threads)
+
+
+@gluon.jit
+def chunk_wait(pipeline, c: gl.constexpr, count):
+    """Wait until load number `count` of one of the chunks that are loaded apart is there; return its matrix."""
+    mbarrier.wait(pipeline.full[c].index(0), count & 1)
+    return as_matrix(pipeline.data[c].index(0))
+
+
+@gluon.jit
+def leave_unwritten(pipeline, HEAD_DIM: gl.constexpr):
+    """Let load number 0 be none: its stage stays unwritten."""
+    LOADS: gl.constexpr = HEAD_DIM.loads
+    for c in gl.static_range(LOADS):
+        mbarrier.arrive(full_of(pipeline, 0, c, HEAD_DIM), count=1)
+
+
+@gluon.jit
+def full_of(pipeline, stage, c: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """The full barrier of a stage, or of one of the chunks that are loaded apart."""
+    if HEAD_DIM.apart:
+        return pipeline.full[c].index(0)
+    else:
+        return pipeline.full.index(stage)
 
 
 @gluon.jit
@@ -98,13 +146,17 @@ def expect_bytes(pipeline, desc, stage, HEAD_DIM: gl.constexpr):
 @gluon.jit
 def load_boxes(pipeline, desc, coord, stage, HEAD_DIM: gl.constexpr):
     """Start the TMA loads of an empty stage whose bytes were announced; `coord` is that of the first box."""
-    BOX: gl.constexpr = HEAD_DIM.box
     for c in gl.static_range(len(HEAD_DIM.smem_chunks)):
-        for n in gl.static_range(HEAD_DIM.smem_chunks[c] // BOX):
-            box_coord = coord[:-1] + (HEAD_DIM.offsets[c] + n * BOX,)
-            tma_load(
-                desc, box_coord, pipeline.full.index(stage), slice_columns(pipeline.data[c].index(stage), n * BOX, BOX)
-            )
+        load_chunk(pipeline, desc, coord, stage, pipeline.full.index(stage), c, HEAD_DIM)
+
+
+@gluon.jit
+def load_chunk(pipeline, desc, coord, stage, full, c: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Start the TMA loads of one chunk."""
+    BOX: gl.constexpr = HEAD_DIM.box
+    for n in gl.static_range(HEAD_DIM.smem_chunks[c] // BOX):
+        box_coord = coord[:-1] + (HEAD_DIM.offsets[c] + n * BOX,)
+        tma_load(desc, box_coord, full, slice_columns(pipeline.data[c].index(stage), n * BOX, BOX))
 
 
 @gluon.jit

@@ -1,0 +1,1 @@
+"""The forward kernel of heads above 256 features."""
