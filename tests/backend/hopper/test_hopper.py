@@ -61,6 +61,8 @@ MORE_FORWARD_SPILL = {
 SPLIT_BACKWARD_SPILL = {("causal", 160, SHORT): 4}  # others: 0
 # Measured, with Triton 3.6 and with 3.9: mostly numbers of the tile (docs/design/hopper-float32.md).
 FLOAT32_SPILL = {"float32_forward": (320, 850), "dq": (64, 200), "dkdv": (32, 500)}
+FORWARD_KERNELS = ("forward", "wide_forward")
+WIDE_SPILL = 480  # of addresses, a few of which a step loads
 NEWER_TRITON_SPILL = 32  # most bytes of a thread in forward
 NEWER_TRITON_SPLIT_SPILL, NEWER_TRITON_LOADS = 16, 1  # in dq and dkdv; of spilled numbers in a step of forward
 SPILLS_3WG = (support.triton_version() or (0, 0)) > candidates.NEWEST_3WG  # above 64 features: two instead
@@ -270,14 +272,14 @@ def launch_of(family: tuple, name: str) -> Launch:
         warpgroups = 2
 
     def fits(config: Any) -> bool:
-        if name == "forward":
+        if name in FORWARD_KERNELS:
             return config.num_warpgroups == warpgroups
         if config.kind == "split":
             return config.dkdv.keys_in_registers == (family in IN_REGISTERS)
         return (config.late_dq is not None) == (family in LATE_DQ)
 
     choice = first(where=fits)
-    forward, backward = (choice, first()) if name == "forward" else (first(), choice)
+    forward, backward = (choice, first()) if name in FORWARD_KERNELS else (first(), choice)
     launches = hopper_launches_of(call_of_family(*family[:3]), forward, backward)
     [launch] = [launch for launch in launches if launch.name == name]
     return launch
@@ -425,6 +427,23 @@ def test_overlap_of_forward(family: tuple) -> None:
         branch = order.index("BRA", vote)
         assert sum(maxima[0] < n < branch for n in exponentials) >= config.speculative_exps
         assert "BRA" in order[rescaling[-1] - 1 - sum(config.head_dim_v.chunks) // 2 : rescaling[-1]]
+
+
+@pytest.mark.sass
+@pytest.mark.parametrize("name", ["full", "causal", "paged 512"])
+def test_wide_forward_compiles_for_hopper(name: str) -> None:
+    """The first warpgroup waits for each chunk of keys but the last with the next one's product in flight, for its
+    scores with the products of its two chunks of values, and for these; the second one for its products alone, and so does the end.
+    """
+    family = name, 512, SHORT
+    kernel = compiled((*family, 1), "wide_forward")
+    assert kernel.shared <= SHARED_MEMORY
+    assert kernel.spilled <= WIDE_SPILL
+    assert not kernel.serialized
+    assert not kernel.unset
+    waits = "".join(re.findall(r"DEPBAR\.LE gsb0, 0x(\d)", kernel.sass))
+    assert waits.replace("11120", "", 1) == "00"
+    assert kernel.sass.count("HGMMA") == 4 * 8 + 3 * 2 * 4  # scores; p and values in two places and in the other half
 
 
 def waits_in(order: list[str]) -> list[int]:

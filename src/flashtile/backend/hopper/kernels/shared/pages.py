@@ -88,8 +88,8 @@ def acquire_and_load_pages(pipeline, desc, head, parts, count, HEAD_DIM: gl.cons
     CHUNKS: gl.constexpr = len(HEAD_DIM.chunks) // LOADS  # of a load
     stage = stage_of(count, STAGES)
     for n in gl.static_range(LOADS):  # chunks that are loaded apart have one stage
-        full = full_of(pipeline, stage, n, HEAD_DIM)
         producer_acquire(chunk_empty(pipeline, n), count, STAGES)
+        full = full_of(pipeline, stage, n, HEAD_DIM)
         mbarrier.expect(full, BOXES * desc.block_type.nbytes)
         for part in range(PARTS):
             stop, row = parts.stop, parts.row
