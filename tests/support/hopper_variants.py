@@ -173,8 +173,8 @@ FORWARD_ONLY = ("softcap 64", "everything 64", "everything 8")
 
 
 def case_of(name: str, seed: int, device: str, lengths: tuple[int, ...] = LONGER) -> Case:
-    """A random problem of a variant. The backward pass of FORWARD_ONLY, of pages and of WIDE, the gradient of a bias, and that
-    of slopes with a softcap or wide heads, run in other backends.
+    """A random problem of a variant. The backward pass of FORWARD_ONLY, of pages and of WIDE, the gradient of a bias,
+    and that of slopes with a softcap or wide heads, run in other backends.
     """
     variant = VARIANTS[name]
     if device == "cpu":  # in the emulation, whose time is that of all tiles

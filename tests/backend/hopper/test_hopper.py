@@ -433,7 +433,7 @@ def test_overlap_of_forward(family: tuple) -> None:
 @pytest.mark.parametrize("name", ["full", "causal", "paged 512"])
 def test_wide_forward_compiles_for_hopper(name: str) -> None:
     """The first warpgroup waits for each chunk of keys but the last with the next one's product in flight, for its
-    scores with the products of its two chunks of values, and for these; the second one for its products alone, and so does the end.
+    scores with the products of its two chunks of values, and for these; the second one and the end for products alone.
     """
     family = name, 512, SHORT
     kernel = compiled((*family, 1), "wide_forward")

@@ -15,7 +15,6 @@ from ..shared.compat import thread_barrier
 from ..shared.mma import MMA_M
 from ..shared.pipeline import make_mbarriers
 
-
 UNCHANGED = gl.constexpr(-1.0)  # no factor
 
 
@@ -53,7 +52,7 @@ def send_block(handoff, p, alpha, changed, item):
 
 @gluon.jit
 def send_end(handoff, t, inv_l, item):
-    """Hand over `inv_l [MMA_M]`, which normalizes a tile's sums, in the place of alpha. `t` has the layout of scores."""
+    """Hand over `inv_l [MMA_M]`, which normalizes a tile's sums, in place of alpha. `t` has the layout of scores."""
     layout: gl.constexpr = all_visible(t).type.layout
     factors = gl.expand_dims(gl.convert_layout(inv_l, gl.SliceLayout(1, layout)), 1)
     mbarrier.wait(handoff.empty.index(0), (item & 1) ^ 1)
