@@ -24,6 +24,7 @@ def quick_interpreter() -> Iterator[None]:
             *patches_of_the_language(interpreter),
             *shapes_of_values(),
             *types_of_operands(),
+            operands_of_known_types(),
             overflow_check(interpreter),
             numpy_dtypes(interpreter),
             products(interpreter),
@@ -114,6 +115,35 @@ def types_of_operands() -> tuple[Any, Any, Any]:
         mock.patch.object(functions, "broadcast_impl_value", broadcast_once),
         mock.patch.object(functions, "computation_type_impl", combine_once),
     )
+
+
+def operands_of_known_types() -> Any:
+    """Remember which types operands keep, and numbers as tensors. Triton casts and broadcasts both for each operation."""
+    from triton.language import core, semantic
+
+    check = semantic.TritonSemantic.binary_op_type_checking_impl
+    kept: set[tuple[Any, ...]] = set()
+    constants: dict[tuple[Any, ...], Any] = {}
+
+    def check_once(self: Any, lhs: Any, rhs: Any, *options: bool, **named: bool) -> tuple[Any, Any]:
+        operands = lhs, rhs
+        key = (*map(key_of, operands), options, *named.items())
+        if key in kept:
+            return operands
+        if key in constants:
+            return tuple(x if isinstance(x, core.tensor) else constants[key] for x in operands)
+        found = check(self, lhs, rhs, *options, **named)
+        same = [x is y for x, y in zip(found, operands, strict=True)]
+        if all(same):
+            kept.add(key)
+        elif any(same) and not all(isinstance(x, core.tensor) for x in operands):
+            constants[key] = found[same.index(False)]
+        return found
+
+    def key_of(x: Any) -> Any:
+        return x.type.name if isinstance(x, core.tensor) else (type(x), repr(x))  # -0.0 is not 0.0, nor 1 True
+
+    return mock.patch.object(semantic.TritonSemantic, "binary_op_type_checking_impl", check_once)
 
 
 def overflow_check(interpreter: ModuleType) -> Any:
