@@ -28,7 +28,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 
-BUGS_OF_A_RUN = 4  # one of so many planted bugs; the others have the marker `bugs`
+BUGS_OF_A_RUN = 12  # one of so many planted bugs; the others have the marker `bugs`
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -235,7 +235,7 @@ def test_late_dq(name: str, row_splits: int) -> None:
 ])  # fmt: skip
 def test_last_wave(name: str, heads_at_once: int) -> None:
     """Blocks of keys of the last head, or of the last ones, of whose rows several programs have parts."""
-    case = replace(VARIANTS[name], seqlen_q=257, seqlen_k=300).case(4, "cpu")
+    case = replace(VARIANTS[name], seqlen_q=129, seqlen_k=300).case(4, "cpu")
     wave = first(heads_at_once=heads_at_once, last_splits=2)
     with forced(support, backward=wave), emulated(5, 0) as launched:
         results = case.run("hopper")
