@@ -118,7 +118,7 @@ def types_of_operands() -> tuple[Any, Any, Any]:
 
 
 def operands_of_known_types() -> Any:
-    """Remember which types operands keep, and numbers as tensors. Triton casts and broadcasts both for each operation."""
+    """Remember which types operands keep, and numbers as tensors. Triton casts and broadcasts for each operation."""
     from triton.language import core, semantic
 
     check = semantic.TritonSemantic.binary_op_type_checking_impl
