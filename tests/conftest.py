@@ -24,6 +24,9 @@ settings.load_profile("default")
 
 install_inherited()  # with FLASHTILE_AS_ARCH=sm_80, tests on a GPU compile as for that chip
 
+# Inductor compiles programs for seconds to see that the compiler has the vectors that the processor names.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
