@@ -157,10 +157,10 @@ def test_split_rows(name: str, row_splits: int) -> None:
         assert wrong(case, seed=0) == []
 
 
-@pytest.mark.parametrize(("name", "row_splits"), [
-    ("full 64", 2), ("causal 80", 1), ("grouped heads 96", 1), ("top left 128", 1), ("dropout 128", 3),
+@pytest.mark.parametrize(("name", "row_splits", "rows", "keys"), [
+    ("full 64", 2, 33, 127), ("full 64", 2, 193, 60), ("causal 80", 1, 193, 60), ("grouped heads 96", 1, 33, 127),
+    ("top left 128", 1, 193, 60), ("dropout 128", 3, 33, 127), ("dropout 128", 3, 193, 60),
 ])  # fmt: skip
-@pytest.mark.parametrize(("rows", "keys"), [(33, 127), (193, 60)])
 def test_one_block_of_keys(name: str, row_splits: int, rows: int, keys: int) -> None:
     """No accumulators of dq, unless blocks of rows see no key."""
     case = replace(VARIANTS[name], seqlen_q=rows, seqlen_k=keys).case(1, "cpu")
@@ -243,8 +243,10 @@ def test_last_wave(name: str, heads_at_once: int) -> None:
     assert launched.count("backward_kernel") == 2
 
 
-@pytest.mark.parametrize(("row_chunks", "row_splits"), [(2, 1), (7, 1), (2, 2)])
-@pytest.mark.parametrize("name", ["full 64", "grouped heads 128", "deterministic causal 96", "window 96"])
+@pytest.mark.parametrize(("name", "row_chunks", "row_splits"), [
+    ("full 64", 2, 1), ("full 64", 7, 1), ("grouped heads 128", 7, 1), ("grouped heads 128", 2, 2),
+    ("deterministic causal 96", 2, 1), ("deterministic causal 96", 2, 2), ("window 96", 7, 1), ("window 96", 2, 2),
+])  # fmt: skip
 def test_chunks_of_rows(name: str, row_chunks: int, row_splits: int) -> None:
     """Also more chunks than there are blocks of rows, and chunks that several programs share."""
     case = case_of(name, hash_of(name), "cpu", AROUND_TILES)
