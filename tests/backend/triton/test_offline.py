@@ -37,7 +37,7 @@ CHOSEN = {  # family and kernel for each
     "sm_86": ("one query", "forward"),
     "sm_89": ("bias", "forward"),
     "sm_90": ("hdim 128", "forward"),
-    "sm_100": ("packed", "forward"),
+    "sm_100": ("hdim 40/1, twenty queries", "forward"),
     "sm_103": ("mask", "forward"),
     "sm_120": ("slopes", "dq"),
     "gfx942": ("hdim 64 causal", "forward"),
