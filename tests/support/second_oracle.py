@@ -1,6 +1,6 @@
 """Second derivatives in float64 from the formulas of docs/design/exactness.md, and sums of absolute terms."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,15 +8,22 @@ from torch import Tensor
 import flashtile
 
 Triple = tuple[Tensor, Tensor, Tensor]
-ROUNDINGS = {torch.float32: 64, torch.float16: 8, torch.bfloat16: 8}  # of a term, in units of the dtype
+TERMS, SUMS = 8, 8  # roundings of a term in 16 bits, and of a sum in float32: in units of eps
+
+
+class Exact(NamedTuple):
+    """A second derivative, and for each element the sums of absolute values: of its terms, and of what they sum up."""
+
+    value: Tensor
+    terms: Tensor
+    sums: Tensor
 
 
 def second_derivative(
     inputs: Triple, along: Triple, dout: Tensor, bias: Tensor, sinks: Tensor | None = None, keep: Tensor | None = None
-) -> list[tuple[Tensor, Tensor]]:
-    """The second derivative by q, k and v of dense inputs `[B, H, S, D]` with as many heads, and for each element the
-    sum of its terms' absolute values. `bias` has what is added to scores, -inf for hidden pairs; `keep` is 0 or what
-    dropout multiplies by.
+) -> list[Exact]:
+    """The second derivative by q, k and v of dense inputs `[B, H, S, D]` with as many heads. `bias` has what is added
+    to scores, -inf for hidden pairs; `keep` is 0 or what dropout multiplies by.
     """
     q, k, v, tq, tk, tv, dout, bias = (x.double() for x in (*inputs, *along, dout, bias))
     scale, keep = q.shape[-1] ** -0.5, torch.ones_like(bias) if keep is None else keep.double()
@@ -29,17 +36,26 @@ def second_derivative(
     T = (p * t).sum(dim=-1, keepdim=True)
     tout = (keep * p) @ tv + (keep * p * (t - T)) @ v
     delta, product = ((dout * x).sum(dim=-1, keepdim=True) for x in (out, tout))
-    abs_delta, abs_product = ((dout * x).abs().sum(dim=-1, keepdim=True) for x in (out, tout))
     dp, u = keep * (dout @ v.mT), keep * (dout @ tv.mT)
-    r = p * ((dp - delta) * (t - T) + u - product)
-    abs_r = p * ((dp.abs() + abs_delta) * (t.abs() + T.abs()) + u.abs() + abs_product)
-    ds, abs_ds = p * (dp - delta), p * (dp.abs() + abs_delta)
-    w, abs_w = keep * p * (t - T), keep * p * (t.abs() + T.abs())
-    return [
-        (scale * (r @ k + ds @ tk), scale * (abs_r @ k.abs() + abs_ds @ tk.abs())),
-        (scale * (r.mT @ q + ds.mT @ tq), scale * (abs_r.mT @ q.abs() + abs_ds.mT @ tq.abs())),
-        (w.mT @ dout, abs_w.mT @ dout.abs()),
-    ]
+    r, ds, w = p * ((dp - delta) * (t - T) + u - product), p * (dp - delta), keep * p * (t - T)
+
+    def absolute(weights: Tensor, dp: Tensor, u: Tensor, t: Tensor, of_rows: tuple[Tensor, ...]) -> list[Tensor]:
+        delta, product, T = of_rows
+        r, ds = weights * ((dp + delta) * (t + T) + u + product), weights * (dp + delta)
+        w = keep * weights * (t + T)
+        q_side = scale * (r @ k.abs() + ds @ tk.abs())
+        return [q_side, scale * (r.mT @ q.abs() + ds.mT @ tq.abs()), w.mT @ dout.abs()]
+
+    of_rows = tuple((dout * x).abs().sum(dim=-1, keepdim=True) for x in (out, tout))
+    terms = absolute(p, dp.abs(), u.abs(), t.abs(), (*of_rows, T.abs()))
+    scores, tangents = scale * q.abs() @ k.abs().mT, scale * (tq.abs() @ k.abs().mT + q.abs() @ tk.abs().mT)
+    weights = p * (1 + scores)  # an error of a score is one of its probability
+    mean = (p * tangents).sum(dim=-1, keepdim=True)
+    sums = absolute(
+        weights, keep * (dout.abs() @ v.abs().mT), keep * (dout.abs() @ tv.abs().mT), tangents, (*of_rows, mean)
+    )
+    values = (scale * (r @ k + ds @ tk), scale * (r.mT @ q + ds.mT @ tq), w.mT @ dout)
+    return [Exact(*x) for x in zip(values, terms, sums, strict=True)]
 
 
 def by_autograd(
@@ -54,9 +70,11 @@ def by_autograd(
     return list(found), {(row.direction, row.backend) for row in counts.rows}
 
 
-def assert_close(found: list[Tensor], expected: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> None:
-    eps = torch.finfo(dtype).eps
-    for name, x, (right, terms) in zip("qkv", found, expected, strict=True):
-        bound = eps * (ROUNDINGS[dtype] * terms + right.abs()) + torch.finfo(dtype).tiny
+def assert_close(found: list[Tensor], expected: list[Exact], dtype: torch.dtype) -> None:
+    eps, single = torch.finfo(dtype).eps, torch.finfo(torch.float32).eps
+    for name, x, (right, terms, sums) in zip("qkv", found, expected, strict=True):
+        bound = eps * right.abs() + SUMS * single * sums + torch.finfo(dtype).tiny
+        if dtype is not torch.float32:
+            bound = bound + TERMS * eps * terms
         excess = ((x.double().cpu() - right.cpu()).abs() / bound.cpu()).max()
         assert excess <= 1, f"d{name}: {excess:.3g} times the bound"

@@ -22,6 +22,7 @@ Table = tuple[tuple[int, KernelConfig], ...]  # tiles by the most features of th
 SPLITS = (1, 2, 4, 8, 16, 32, 64)  # constants of the kernels, each with kernels of its own
 ALIGNED = 16  # bytes of one asynchronous copy
 BY_PYTORCH = {False: "PyTorch's", True: "PyTorch's, of bfloat16 parts"}  # float32's products
+LONG_OF_EIGHT_BITS = 4096  # keys from which a tile has twice as many (`benchmarks/eight_bit_caches.py --forms`)
 KEYS_TIMES_WIDTH, FEW = 8192, 16  # size of a tile that decodes; rows above which products take time too
 WIDE_FLOAT32, WIDE_HALF = 128, 256  # head dimensions above which tiles are too small to be fast
 MOST_KEYS = 2**16  # keys of a row of products, which one program reads
@@ -143,6 +144,8 @@ def few_rows(tiles: TileConfig, width: int, problem: Problem, device: Device) ->
     p, group = problem, group_of(problem)
     base = within_memory(few_rows_tile(tiles.forward, width, p, device), p, device)
     found = [base]
+    if p.eight_bit is not None and base.block_n == 64 and width_of(p) > 64 and p.seqlen_k >= LONG_OF_EIGHT_BITS:
+        found = [within_memory(base._replace(block_n=128), p, device)]
     if loads_ahead(p, device):
         uneven = p.pages is not None and p.pages.several  # one warp lacks registers for the addresses of pages
         if base.block_m == tables.ONE_WARP.block_m and width_of(p) <= tables.ONE_WARP_WIDTH and not uneven:
