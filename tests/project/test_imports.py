@@ -271,6 +271,7 @@ def test_other_names_use_the_public_functions_alone() -> None:
         "api.latent",
         "api.row_max",
         "call.counting",
+        "call.eight_bit",
         "call.sharding",
         "errors",
         "private_torch",

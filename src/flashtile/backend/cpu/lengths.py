@@ -98,7 +98,7 @@ def packed_lengths(call: Call, heads_kv: int, groups: int, rows: int) -> Lengths
 
 
 def used_splits(most: int, least: int, max_seqlen_k: int, split_keys: int | None = None) -> int:
-    """Splits of the keys: a cache may have room for many, and hold few. `split_keys` are those of each split, if they
+    """Splits of the keys: a cache may have room for many, and hold few. Each split has `split_keys` keys, if they
     do not depend on the longest sequence.
     """
     return max(least, min(most, max_seqlen_k // SPLIT_KEYS if split_keys is None else -(-max_seqlen_k // split_keys)))

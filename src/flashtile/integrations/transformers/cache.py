@@ -87,7 +87,7 @@ class EightBitLayer(CacheLayerMixin):
             self.replace(lambda x: torch.cat((x, x.new_zeros(*x.shape[:2], more, *x.shape[3:])), dim=2))
         assert self.keys is not None
         assert self.values is not None
-        attention_with_kvcache(  # of no query
+        attention_with_kvcache(  # queries: none
             key_states[:, :, :0],
             self.keys,
             self.values,
