@@ -144,7 +144,7 @@ def few_rows(tiles: TileConfig, width: int, problem: Problem, device: Device) ->
     p, group = problem, group_of(problem)
     base = within_memory(few_rows_tile(tiles.forward, width, p, device), p, device)
     found = [base]
-    if p.eight_bit is not None and base.block_n == 64 and width_of(p) > 64 and p.seqlen_k >= LONG_OF_EIGHT_BITS:
+    if p.eight_bit is not None and base.block_n == 64 and 64 < width_of(p) <= 128 and p.seqlen_k >= LONG_OF_EIGHT_BITS:
         found = [within_memory(base._replace(block_n=128), p, device)]
     if loads_ahead(p, device):
         uneven = p.pages is not None and p.pages.several  # one warp lacks registers for the addresses of pages
