@@ -125,7 +125,9 @@ def test_transforms_of_torch_func() -> None:
     assert_near([third[0]], [third[1]])
 
 
-@pytest.mark.parametrize("arguments", [{"softcap": 5.0}, {"score_mod": lambda s, b, h, i, j: s * 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{"softcap": 5.0}, {"score_mod": lambda s, b, h, i, j: s * 0.5}], ids=["softcap", "score_mod"]
+)
 def test_what_has_no_kernel_runs_in_tiled(arguments: dict[str, Any]) -> None:
     inputs, along, dout = tensors(torch.float32, 8, 8)
     found, passes = by_autograd(inputs, along, dout, "triton", **arguments)
