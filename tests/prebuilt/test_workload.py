@@ -61,7 +61,8 @@ def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     monkeypatch.setattr(explain, "describe_device", lambda _: H100)
     monkeypatch.setattr(workload, "sizes", lambda: iter([(1, 512, 512), (2, 1, 512)]))
     options = {"heads": 4, "heads_kv": None, "head_dim": 64, "head_dim_v": None, "dtype": torch.bfloat16}
-    options |= {"device": "cuda", "backend": "auto", "causal": "bottom_right", "dropout": 0.0, "deterministic": False}
+    options |= {"device": "cuda", "backend": "auto", "causal": "bottom_right", "dropout": 0.0}
+    options |= dict.fromkeys(("deterministic", "batch_invariant"), False)
     options |= dict.fromkeys(("window", "softcap", "scale", "bias", "alibi", "sinks"))
     explain.run(False, True, **options)
     forward, _, backward, _, few, _ = capsys.readouterr().out.splitlines()

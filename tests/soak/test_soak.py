@@ -29,7 +29,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     result = invoke(words.split())
     found = json.loads(result.stdout)
     assert result.exit_code == 0, found
-    assert found["calls"].keys() >= KINDS.keys()
+    assert found["calls"].keys() >= KINDS.keys() - {"batch_invariant"}  # which `tiled` declines
     assert found["memory"]["resident"]["ok"]
 
 

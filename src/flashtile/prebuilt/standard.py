@@ -16,6 +16,9 @@ from ..backend.hopper.plan.widths import WIDTHS
 DTYPES = (torch.bfloat16, torch.float16)
 LEFT_OUT = {  # kernels that are compiled at first use only
     "triton.kernels.dcaptured:dcaptured_kernel": "the gradient of a score_mod's tensors: one kernel for each function",
+    "triton.kernels.second:second_rows_kernel": "second derivatives are rare",
+    "triton.kernels.second:second_keys_kernel": "second derivatives are rare",
+    "triton.kernels.decode:decode_kernel": "is for batch-invariant decoding alone",
     "hopper.kernels.distance_table:distance_table_kernel": "is made for each score_mod",
     "hopper.kernels.visible_blocks:key_summaries_kernel": "is made for each mask function",
 }

@@ -106,7 +106,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Ten
 def of_one_batch(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors with a batch of one expanded to the others' batch."""
     batch = max(x.shape[0] for x in tensors)
-    return tuple(x if x.shape[0] == batch else x.expand(batch, -1, -1, -1) for x in tensors)
+    return tuple(x.expand(batch, -1, -1, -1) if x.shape[0] == 1 < batch else x for x in tensors)
 
 
 def by_pattern(
