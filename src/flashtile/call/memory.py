@@ -7,7 +7,8 @@ from torch import Tensor
 from .. import private_torch
 from .eager import is_plain_eager
 
-# A freed tensor has its offset for an address. Allocators keep far above this; where they do not, storage is looked at.
+# A freed tensor has its offset for an address. Allocators keep far above this, or storage is looked at: the heap of a
+# Python that is not position-independent, as Debian's, begins below.
 LOWEST_ADDRESS = 2**32
 
 
@@ -81,7 +82,7 @@ class Layouts:
             return False
         for x in tensors:  # as `is_aligned`, without a call each
             place = x.data_ptr()
-            if place % 16 or place < LOWEST_ADDRESS:
+            if place % 16 or (place < LOWEST_ADDRESS and not exists(x, place)):
                 return False
         return True
 
@@ -94,7 +95,7 @@ def repeats(tensors: Sequence[Tensor]) -> bool:
 def is_aligned(x: Tensor) -> bool:
     """Whether a tensor begins at a multiple of 16 bytes, and surely has memory."""
     place = x.data_ptr()
-    return place % 16 == 0 and place >= LOWEST_ADDRESS
+    return place % 16 == 0 and (place >= LOWEST_ADDRESS or (place != 0 and exists(x, place)))
 
 
 def low(x: Tensor, place: int) -> int | None:
