@@ -101,51 +101,6 @@ def gradients_of_tangents(
     needed: Sequence[bool | None],
 ) -> list[Tensor | None]:
     """The second derivative `H @ directions` by the inputs that are needed; `upper` are `dout` and `dlse`."""
-    from . import second  # not needed by `import flashtile`
-
-    if second.has_kernels(settings, flat, directions, needed):
-        return second.tangents_and_gradients(settings, flat, directions, upper, needed, composed)[2]
-    return composed_gradients(settings, flat, directions, upper, needed)
-
-
-def tangents_and_gradients(
-    settings: Settings,
-    flat: Sequence[Tensor | None],
-    directions: Sequence[Tensor | None],
-    upper: tuple[Tensor | None, Tensor | None],
-    needed: Sequence[bool | None],
-) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """The tangents of `out` and `lse` along directions, and the second derivative, as `gradients_of_tangents`."""
-    from . import second
-
-    if second.has_kernels(settings, flat, directions, needed):
-        return second.tangents_and_gradients(settings, flat, directions, upper, needed, composed)
-    return composed(settings, flat, directions, upper, needed)
-
-
-def composed(
-    settings: Settings,
-    flat: Sequence[Tensor | None],
-    directions: Sequence[Tensor | None],
-    upper: tuple[Tensor | None, Tensor | None],
-    needed: Sequence[bool | None],
-) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """As `tangents_and_gradients`, of operations that every transform sees through."""
-    tout, tlse = tangents_of_results(settings, flat, directions)
-    gradients: list[Tensor | None] = [None] * len(flat)
-    if any(needed):
-        gradients = composed_gradients(settings, flat, directions, upper, needed)
-    return tout, tlse, gradients
-
-
-def composed_gradients(
-    settings: Settings,
-    flat: Sequence[Tensor | None],
-    directions: Sequence[Tensor | None],
-    upper: tuple[Tensor | None, Tensor | None],
-    needed: Sequence[bool | None],
-) -> list[Tensor | None]:
-    """As `gradients_of_tangents`, of operations that every transform sees through."""
     from ..backend.tiled.transforms import in_plain_dual_level, pullback
 
     positions = [n for n, x in enumerate(directions) if x is not None]

@@ -23,7 +23,7 @@ from ..call.call import DIFFERENTIABLE, Call, Settings, Tangents, Tensors, diffe
 from ..dynamo import untraced
 from ..expression.registry import held
 from . import batched, operators
-from .derivatives import gradients_of_tangents, recomputed, tangents_of_tangents, with_still_residual
+from .derivatives import recomputed, tangents_of_tangents, with_still_residual
 from .derivatives import tangents_of_row_stats as composed_tangents
 from .gradients import applied, input_gradients
 
@@ -137,6 +137,8 @@ def gradients_of_both(
         directions: list[Tensor | None] = [None] * num_flat
         for p, dx in zip(positions, tangents, strict=True):
             directions[p] = dx
+        from .second import gradients_of_tangents  # not needed by `import flashtile`
+
         second = gradients_of_tangents(call.settings, flat, directions, (cdout, cdlse), needed[:num_flat])
         of_flat = [x if y is None else y if x is None else x + y for x, y in zip(of_flat, second, strict=True)]
     if any(needed[num_flat:]):

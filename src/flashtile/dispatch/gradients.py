@@ -14,10 +14,8 @@ from . import batched, operators
 from .derivatives import (
     GradientCall,
     attention_function,
-    gradients_of_tangents,
     in_places,
     recomputed,
-    tangents_and_gradients,
 )
 
 Results = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # out, lse, dout and dlse
@@ -83,15 +81,17 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        from . import second  # here and below: not needed by `import flashtile`
+
         settings, (_, _, dout, dlse, *flat) = ctx.of.settings, ctx.saved_tensors
         directions = in_places(len(flat), ctx.of.needs, cotangents)
         upper_needed, needed = ctx.needs_input_grad[3:5], ctx.needs_input_grad[5:]
         of_upper: tuple[Tensor | None, ...] = (None, None)
         gradients: list[Tensor | None] = [None] * len(flat)
         if any(upper_needed):
-            *of_upper, gradients = tangents_and_gradients(settings, flat, directions, (dout, dlse), needed)  # type: ignore[assignment]
+            *of_upper, gradients = second.tangents_and_gradients(settings, flat, directions, (dout, dlse), needed)  # type: ignore[assignment]
         elif any(needed):
-            gradients = gradients_of_tangents(settings, flat, directions, (dout, dlse), needed)
+            gradients = second.gradients_of_tangents(settings, flat, directions, (dout, dlse), needed)
         upper = (x if n else None for x, n in zip(of_upper, upper_needed, strict=True))
         return None, None, None, *upper, *gradients
 
@@ -109,12 +109,14 @@ def tangents_of_gradients(
     tangents: Sequence[Tensor | None],
 ) -> tuple[Tensor, ...]:
     """The tangents of the needed gradients, from the tangents of `dout`, `dlse` and the inputs."""
+    from . import second
+
     out, lse, dout, dlse = saved
     ddout, ddlse, *directions = tangents
     results: list[Tensor | None] = [None] * len(of.needs)
     if any(x is not None for x in directions):
         needed = in_places(len(flat), of.needs, of.needs)
-        gradients = gradients_of_tangents(of.settings, flat, directions, (dout, dlse), needed)
+        gradients = second.gradients_of_tangents(of.settings, flat, directions, (dout, dlse), needed)
         results = [gradients[n] for n in differentiable_positions(len(flat))]
     if ddout is not None or ddlse is not None:
         linear = gradients_of_results(of, out, lse, ddout, ddlse, flat)

@@ -1,6 +1,8 @@
-"""Second derivatives by one operator, where a backend has kernels for them; derivatives of these are composed again."""
+"""Second derivatives: by one operator where a backend has kernels for them, else composed (`derivatives`). Derivatives
+of the operator are composed, too.
+"""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +13,11 @@ from ..backend.tiled.transforms import Recompute, in_plain_dual_level
 from ..call.call import Call, Needs, Settings, Tangents, Tensors, differentiable_positions
 from ..call.problem import Problem
 from ..dynamo import untraced
-from . import batched, operators
+from . import batched, derivatives, operators
 from .planner import plan
 
 Optional = Sequence[Tensor | None]
+Upper = tuple[Tensor | None, Tensor | None]  # dout and dlse
 
 
 def has_kernels(settings: Settings, flat: Optional, directions: Optional, needed: Sequence[bool | None]) -> bool:
@@ -41,13 +44,10 @@ class Second:
     settings: Settings
     moving: tuple[bool, ...]  # whether tensors in `flat` have directions
     needed: tuple[bool, ...]
-    composed: Callable[
-        ..., tuple[Tensor, Tensor, list[Tensor | None]]
-    ]  # takes settings, flat, directions, upper, needed
 
     def __call__(self, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         """The same, composed."""
-        tout, tlse, gradients = self.composed(self.settings, *self.taken_apart(inputs), self.needed)
+        tout, tlse, gradients = composed(self.settings, *self.taken_apart(inputs), self.needed)
         return tout, tlse, *(x for x, needed in zip(gradients, self.needed, strict=True) if needed)  # type: ignore[return-value]
 
     def by_operator(self, *inputs: Tensor | None) -> tuple[Tensor, ...]:
@@ -59,7 +59,7 @@ class Second:
             tout, tlse, *gradients = operators.operators_of(call).gradients_of_tangents(needs, along, dout, dlse, call)
         return tout, tlse, *(x for x, needed in zip(gradients, needs.flat(), strict=True) if needed)
 
-    def taken_apart(self, inputs: Optional) -> tuple[Optional, Optional, tuple[Tensor | None, Tensor | None]]:
+    def taken_apart(self, inputs: Optional) -> tuple[Optional, Optional, Upper]:
         """The call's tensors, a direction or `None` for each, and dout and dlse."""
         given = iter(inputs[len(self.moving) : -2])
         directions = [next(given) if moving else None for moving in self.moving]
@@ -75,15 +75,40 @@ class ByOperator(Recompute):
         return fn.by_operator(*inputs)
 
 
+def gradients_of_tangents(
+    settings: Settings, flat: Optional, directions: Optional, upper: Upper, needed: Sequence[bool | None]
+) -> list[Tensor | None]:
+    """As `derivatives.gradients_of_tangents`, by kernels if there are any."""
+    if has_kernels(settings, flat, directions, needed):
+        return by_kernels(settings, flat, directions, upper, needed)[2]
+    return derivatives.gradients_of_tangents(settings, flat, directions, upper, needed)
+
+
 def tangents_and_gradients(
-    settings: Settings, flat: Optional, directions: Optional, upper: tuple[Tensor | None, Tensor | None],
-    needed: Sequence[bool | None], composed: Callable[..., tuple[Tensor, Tensor, list[Tensor | None]]],
-) -> tuple[Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
-    """The tangents of `out` and `lse`, and the gradients of `flat` that are needed; `composed` is the same function, of
-    operations that every transform sees through.
-    """
-    of = Second(settings, tuple(x is not None for x in directions), tuple(map(bool, needed)), composed)
+    settings: Settings, flat: Optional, directions: Optional, upper: Upper, needed: Sequence[bool | None]
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """The tangents of `out` and `lse` along directions, and their gradients as `gradients_of_tangents`."""
+    way = by_kernels if has_kernels(settings, flat, directions, needed) else composed
+    return way(settings, flat, directions, upper, needed)
+
+
+def by_kernels(
+    settings: Settings, flat: Optional, directions: Optional, upper: Upper, needed: Sequence[bool | None]
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """As `tangents_and_gradients`."""
+    of = Second(settings, tuple(x is not None for x in directions), tuple(map(bool, needed)))
     moving = [x for x in directions if x is not None]
     tout, tlse, *found = ByOperator.apply(of, None, *flat, *moving, *upper)  # type: ignore[misc]
     given = iter(found)
     return tout, tlse, [next(given) if wanted else None for wanted in of.needed]
+
+
+def composed(
+    settings: Settings, flat: Optional, directions: Optional, upper: Upper, needed: Sequence[bool | None]
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """As `tangents_and_gradients`, of operations that every transform sees through."""
+    tout, tlse = derivatives.tangents_of_results(settings, flat, directions)
+    gradients: list[Tensor | None] = [None] * len(flat)
+    if any(needed):
+        gradients = derivatives.gradients_of_tangents(settings, flat, directions, upper, needed)
+    return tout, tlse, gradients

@@ -73,10 +73,10 @@ def block_lists(
     if not has_lists(call):
         return {"lists": None}, {f"stride_lists_{dim}": None for dim in "bhm"}
     t, formula, pairs = call.tensors, mask_formula(call), pairs_of(call, block_m, block_n)
-    if formula is not None and not t.score_mod_tensors:
-        lists = recorder.constant(partial(computed, formula, pairs, t.q.device, of_keys))
-    elif formula is not None:
-        lists = recorder.op(partial(computed, formula, pairs, t.q.device, of_keys), *t.score_mod_tensors)
+    if formula is not None:
+        of_function = partial(computed, formula, pairs, t.q.device, of_keys)
+        read = t.score_mod_tensors
+        lists = recorder.op(of_function, *read) if read else recorder.constant(of_function)
     elif states is not None:
         lists = recorder.op(partial(computed_of_states, pairs, of_keys), states)
     else:

@@ -7,7 +7,7 @@ from torch import Tensor
 from ....call.call import Call, Gradients, Needs, Tangents, Tensors, new_rows
 from ....call.plan import Plan
 from ...gpu.kernel import Kernel
-from ...gpu.pairs import with_contiguous_keys
+from ...gpu.pairs import pair_strides, with_contiguous_keys
 from ...gpu.replay import Recorder
 from ...replays import Results
 from ...scalars import rows_last, strides
@@ -19,9 +19,7 @@ from .gradients import lse_of, new_key_rows, no_gradient, residual_of
 from .tangents import absent, constants, launch_tangents
 
 ROWS, KEYS = (Kernel(f"{KERNELS}.second", f"second_{side}_kernel") for side in ("rows", "keys"))
-STILL: dict[str, Any] = {
-    **dict.fromkeys(("stride_dbias_b", "stride_dbias_h", "stride_dbias_m", "stride_dbias_n", "stride_dslopes_b"))
-}
+STILL: dict[str, Any] = {**pair_strides("dbias", None, 1), "stride_dslopes_b": None}
 NO_FEATURES = dict.fromkeys(("dbias", "dslopes", "dsinks"))
 
 
