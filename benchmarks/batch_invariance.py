@@ -6,7 +6,6 @@ in parts, among neighbors of random lengths: by this library with it and without
 installed.
 """
 
-import csv
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import csv_rows
 import torch
 from torch import Tensor
 
@@ -119,10 +119,7 @@ def main(store: Path | None, rounds: int) -> None:
         found = ", ".join(f"{changes(attend, n)} of 24 batches with {n} rows" for n in (1, 40, 300))
         click.echo(f"other bits, {name}: {found}")
     if store is not None:
-        with store.open("w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            writer.writeheader()
-            writer.writerows(rows)
+        csv_rows.write(store, FIELDS, rows)
 
 
 if __name__ == "__main__":

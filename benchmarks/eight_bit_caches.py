@@ -8,7 +8,6 @@ With `--forms`, calls of 8 bits run in several forms, tiles and ways to read num
 quickest one belongs into `plan.candidates.few_rows_tile`. Kernels are compiled first, two to three seconds each.
 """
 
-import csv
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import click
+import csv_rows
 import torch
 from torch import Tensor
 
@@ -129,10 +129,7 @@ def main(as_arch: str | None, store: Path | None, rounds: int, widths: tuple[int
             for row in found:
                 click.echo(", ".join(str(x) for x in row.values()))
     if store is not None:
-        with store.open("w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            writer.writeheader()
-            writer.writerows(rows)
+        csv_rows.write(store, FIELDS, rows)
 
 
 if __name__ == "__main__":

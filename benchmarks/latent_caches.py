@@ -1,19 +1,19 @@
 """Decoding over a cache of latent rows: `python benchmarks/latent_caches.py --store FILE.csv`.
 
-Rows have 576 features, of which 512 are values; pages of 64 rows, in bfloat16 and in 8 bits. With 128 heads arithmetic
-binds, and with 16 memory: a read is a sum by PyTorch over the bytes of the cache. Each call is captured in a CUDA
-graph; calls of one shape take turns. A ratio is the call's time divided by that of the cache in bfloat16, a median over
-rounds. "own values" is the call with a copy of the values, which has no kernel for rows. FlashInfer takes part if it is
-installed. All shapes take at most two minutes on an H100.
+Rows have 576 features, the first 512 of them values; pages of 64 rows, in bfloat16 and in 8 bits. With 128 heads
+arithmetic binds, and with 16 memory: a read is a sum by PyTorch over the bytes of the cache. Each call is captured in a
+CUDA graph; calls of one shape take turns. A ratio is the call's time divided by its time over a cache in bfloat16, a
+median over rounds. "own values" is the call with a copy of the values, which has no kernel for rows. FlashInfer takes
+part if it is installed. All shapes take at most two minutes on an H100.
 """
 
-import csv
 import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+import csv_rows
 import torch
 from torch import Tensor
 
@@ -155,10 +155,7 @@ def main(as_arch: str | None, store: Path | None, rounds: int) -> None:
         for row in found:
             click.echo(", ".join(str(x) for x in row.values()))
     if store is not None:
-        with store.open("w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            writer.writeheader()
-            writer.writerows(rows)
+        csv_rows.write(store, FIELDS, rows)
 
 
 if __name__ == "__main__":

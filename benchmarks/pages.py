@@ -5,12 +5,12 @@ of a shape take turns; milliseconds are medians on the device, with quantiles of
 with those without pages first. `--fa3-library` adds FlashAttention-3.
 """
 
-import csv
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+import csv_rows
 import torch
 from torch import Tensor
 
@@ -124,13 +124,6 @@ def measured(shape: Shape, fa3: Callable[..., Any] | None, rounds: int) -> list[
     return rows
 
 
-def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 @click.command(help=__doc__)
 @click.option("--store", type=click.Path(dir_okay=False, path_type=Path), help="A CSV file for all rows.")
 @click.option("--fa3-library", type=click.Path(exists=True, dir_okay=False, path_type=Path))
@@ -154,7 +147,7 @@ def main(store: Path | None, fa3_library: Path | None, chosen: tuple[str, ...], 
             rows.append(row)
             click.echo(", ".join(str(x) for x in row.values()))
         if store is not None:
-            write(store, rows)
+            csv_rows.write(store, FIELDS, rows)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,12 @@ sum by PyTorch over the same bytes. Both are captured in CUDA graphs and take tu
 divided by the call's, a median over rounds with quantiles of 20% and 80%. Nothing fits into the L2 cache.
 """
 
-import csv
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
+import csv_rows
 import torch
 from torch import Tensor
 
@@ -80,10 +80,7 @@ def main(as_arch: str | None, store: Path | None, rounds: int) -> None:
             rows.append(row)
             click.echo(", ".join(str(x) for x in row.values()))
     if store is not None:
-        with store.open("w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            writer.writeheader()
-            writer.writerows(rows)
+        csv_rows.write(store, FIELDS, rows)
 
 
 if __name__ == "__main__":

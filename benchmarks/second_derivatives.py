@@ -4,7 +4,7 @@
 
 Device milliseconds of each cell of `derivatives.toml`, medians of rounds: the backward pass of the three gradients
 (`second`), the backward pass and the forward pass of attention, and `second` of dense attention. `--rows` and `--keys`
-time the kernels with other tiles of rows, keys, warps and stages, each beside the plan's tile of the other one.
+time the kernels with other tiles of rows, keys, warps and stages, each beside the planned tile of the other kernel.
 """
 
 import contextlib
