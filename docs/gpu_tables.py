@@ -54,7 +54,7 @@ def forward_mode() -> str:
 
 
 def eight_bits() -> str:
-    """Time of decoding over caches of 8 bits divided by that over bfloat16, by shape; first that of a plain read."""
+    """Time of decoding over caches of 8 bits divided by its time over bfloat16, by shape; a plain read first."""
     found: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows("h200-eight-bit-caches.csv"):
         found.setdefault((row["batch"], row["seqlen_k"], row["head_dim"]), {})[row["cache"]] = row["ratio"]
