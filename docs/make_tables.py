@@ -22,6 +22,7 @@ import balance_tables
 import block_tables
 import compatibility_tables
 import distributed_tables
+import feature_tables
 import front_tables
 import gpu_tables
 import mask_tables
@@ -35,11 +36,6 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "ladder" / "docs"))
 import ladder_tables  # noqa: E402
 
-PAGES = ("README.md", "docs/performance.md", "docs/architecture.md", "docs/compatibility.md")
-PAGES += ("docs/models.md", "docs/design/blocks.md", "docs/features.md")
-PAGES += ("ladder/docs/ladder.md", "ladder/docs/ladder_measurements.md", "docs/score_mods.md", "docs/distributed.md")
-PAGES += ("docs/journal/2026-11-23-bias-and-masks.md", "docs/journal/2026-11-23-triton-versions.md")
-PAGES += ("docs/journal/2026-11-23-sides-of-the-diagonal.md",)
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 FIGURE = re.compile(r"(<!-- figure: (\w+) -->).*?(<!-- end -->)")
 HEAD_DIMS = ("64", "96", "128", "192 with values of 128", "192", "256")
@@ -47,6 +43,15 @@ PEERS = ("sdpa:cudnn", "fa3")
 LOSS = 0.97  # the report's rule: slower than this is a loss
 Row = dict[str, str]
 Cells = dict[tuple[str, ...], dict[str, float]]
+
+
+def pages() -> list[Path]:
+    """Every page that has a table or a figure of these."""
+    some = [
+        ROOT / "README.md",
+        *(x for folder in ("docs", "ladder/docs") for x in sorted((ROOT / folder).rglob("*.md"))),
+    ]
+    return [page for page in some if re.search("<!-- (table|figure): ", page.read_text(encoding="utf-8"))]
 
 
 def filled(text: str) -> str:
@@ -233,90 +238,8 @@ def layers() -> str:
     return "\n".join(["```", *(", ".join(layer) for layer in ast.literal_eval(value)), "```"])
 
 
-# What backends take -------------------------------------------------------------------------------------------------
-
-
-def backends() -> str:
-    """Each feature in each backend, as its `support` module answers for a problem with that feature."""
-    import torch
-
-    from flashtile.call.call import DESCRIBED, DIFFERENTIABLE, FEATURES, Features, Needs
-    from flashtile.call.device import Device
-    from flashtile.call.eight_bit import EightBit
-    from flashtile.call.problem import Pages, Problem
-    from flashtile.call.window import Window
-    from flashtile.dispatch.planner import SUPPORT
-    from flashtile.expression.formula import Formula
-    from flashtile.expression.program import Instruction, Program
-
-    def of_one(op: str, kind: str, value: str) -> Formula:
-        return Formula(Program((Instruction(op, kind, (), value),), (0,)), ())
-
-    pairs = (True, True, False, False)  # of a batch and its heads, the same
-    none: dict[str, Any] = dict.fromkeys(("pages", "score_mod", "mask_mod"))
-    flags = ("softcap", "dropout", "deterministic", "seqused_q", "leftpad_k")
-    none |= dict.fromkeys(flags, False) | {"features": Features()}
-    plain = Problem(
-        "dense", torch.bfloat16, 2, 8, 8, 4096, 4096, 128, 128, window=Window(None, None), alignment=16, **none
-    )
-    present = {name: pairs if FEATURES[name].broadcasts else True for name in DESCRIBED}
-    features: dict[str, tuple[dict[str, Any], str | None]] = {
-        "bfloat16, float16": ({}, None),
-        "float32": ({"dtype": torch.float32}, None),
-        "float64": ({"dtype": torch.float64}, None),
-        "head dimension 64": ({"head_dim": 64, "head_dim_v": 64}, None),
-        "head dimension 80": ({"head_dim": 80, "head_dim_v": 80}, None),
-        "head dimension 192 with values of 128": ({"head_dim": 192}, None),
-        "head dimension 512": ({"head_dim": 512, "head_dim_v": 512}, None),
-        "head dimension 1024": ({"head_dim": 1024, "head_dim_v": 1024}, None),
-        "head dimension 576 with `v_dim` 512": (
-            {"layout": "varlen", "num_heads_kv": 1, "head_dim": 576, "head_dim_v": 512, "latent": True},
-            None,
-        ),
-        "grouped heads": ({"num_heads_kv": 2}, None),
-        "causal": ({"window": Window(None, 0)}, None),
-        "sliding window": ({"window": Window(1023, 0)}, None),
-        "window of earlier keys": ({"window": Window(1023, -1)}, None),
-        "`attention_chunk`": ({"window": Window(None, 0, chunk=1024)}, None),
-        "`softcap`": ({"softcap": True}, None),
-        **{f"`{name}`": ({"features": Features(**{name: x})}, name) for name, x in present.items()},
-        "`mask`, a function": ({"mask_mod": of_one("constant", "bool", "True")}, None),
-        "`score_mod`": ({"score_mod": of_one("input", "real", "score")}, None),
-        "`dropout_p`": ({"dropout": True}, None),
-        "`deterministic`": ({"deterministic": True}, None),
-        "`batch_invariant`": ({"batch_invariant": True}, None),
-        "`batch_invariant`, decoding": ({"batch_invariant": True, "seqlen_q": 1}, None),
-        "packed sequences": ({"layout": "varlen"}, None),
-        "`seqused_q`": ({"layout": "varlen", "seqused_q": True}, None),
-        "pages": ({"layout": "paged", "pages": Pages(64, True, True)}, None),
-        "keys and values of 8 bits": (
-            {"layout": "paged", "pages": Pages(64, True, True), "eight_bit": EightBit("e4m3", True, True)},
-            None,
-        ),
-    }
-    devices = {"cpu": Device("cpu", "a CPU", "x86_64", 8)}
-    h200 = Device("cuda", "NVIDIA H200", "sm_90", 132)
-
-    def answer(backend: str, changes: dict[str, Any], gradient: str | None) -> str:
-        support, device, problem = SUPPORT[backend], devices.get(backend, h200), replace(plain, **changes)
-        if support.declines(problem, device) is not None:
-            return "no"
-        if problem.eight_bit is not None or problem.batch_invariant:  # no gradients, or those of other calls
-            return "forward"
-        needs = Needs(True, True, True, *(name == gradient for name in DIFFERENTIABLE[3:]))
-        declines_backward = getattr(support, "declines_backward", lambda *_: None)
-        return "yes" if declines_backward(problem, device, needs) is None else "forward"
-
-    names = ["reference", "tiled", "cpu", "triton", "hopper"]
-    body = [[feature, *(answer(name, *about) for name in names)] for feature, about in features.items()]
-    kernels = ["yes" if hasattr(SUPPORT[name], "tangent_candidates") else "no" for name in names]
-    body.append(["forward mode", *kernels])
-    return markdown(["feature", *(f"`{name}`" for name in names)], body)
-
-
 TABLES: dict[str, Callable[[], str]] = (
     {
-        "backends": backends,
         "speed": speed,
         "losses": losses,
         "h200": h200,
@@ -329,6 +252,7 @@ TABLES: dict[str, Callable[[], str]] = (
     }
     | ladder_tables.TABLES
     | compatibility_tables.TABLES
+    | feature_tables.TABLES
     | gpu_tables.TABLES
     | front_tables.TABLES
     | score_mod_tables.TABLES
@@ -342,5 +266,5 @@ TABLES: dict[str, Callable[[], str]] = (
 )
 
 if __name__ == "__main__":
-    for page in (ROOT / name for name in PAGES):
+    for page in pages():
         page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
