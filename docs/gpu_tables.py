@@ -1,6 +1,9 @@
-"""Tables of GPU runs: compilers of the same kernels, bias and masks."""
+"""Tables of GPU runs: compilers of the same kernels, bias and masks, derivatives, caches, a whole model."""
 
-from cells import markdown, rows
+import json
+from typing import NamedTuple
+
+from cells import RESULTS, markdown, rows
 
 PROVIDERS = ("flashtile", "triton", "efficient", "cudnn")
 
@@ -63,7 +66,41 @@ def eight_bits() -> str:
     return markdown(("batch", "keys", "head dimension", *names), body)
 
 
+class Part(NamedTuple):
+    """A part of `benchmarks/llama.py`: tokens/s, and what else was measured, by attention function."""
+
+    part: str
+    speeds: dict[str, float]
+    peaks: dict[str, float]
+    errors: dict[str, float]
+
+
+def llama_rows() -> list[Part]:
+    found = []
+    for part, results in json.loads((RESULTS / "h200-llama.json").read_text()).items():
+        ran = {name: x for name, x in results.items() if "failure" not in x}
+        batch = int(next(word for word in part.split() if word.isdigit()))
+        speeds = {name: x.get("tokens_per_s") or 1e3 * batch / x["ms_per_token"] for name, x in ran.items()}
+        peaks = {name: x["peak_mib"] for name, x in ran.items() if "peak_mib" in x}
+        found.append(Part(part, speeds, peaks, {name: x["error"] for name, x in ran.items()}))
+    return found
+
+
+def llama() -> str:
+    """Tokens/s of a Llama of 1B parameters, MiB of a training step, and the error against float32."""
+    names = ("sdpa", "tile_attention", "fa3")
+    body = []
+    for row in llama_rows():
+        cells = [
+            [f"{x[name]:{form}}" if name in x else "" for name in names]
+            for x, form in zip(row[1:], (",.0f", ".0f", ".3f"), strict=True)
+        ]
+        body.append([row.part, *(" / ".join(x for x in some if x) for some in cells)])
+    return markdown(("", "tokens/s", "MiB", "error"), body)
+
+
 TABLES = {
+    "llama": llama,
     "forward_mode": forward_mode,
     "eight_bits": eight_bits,
     "compilers": compilers,

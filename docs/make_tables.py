@@ -14,9 +14,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import balance_tables
 import block_tables
