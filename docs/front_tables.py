@@ -7,6 +7,7 @@ from statistics import geometric_mean
 import mma_tables
 import model_tables
 from cells import markdown, paragraph, rows
+from gpu_tables import llama_rows
 
 PEERS = ("sdpa:cudnn", "fa3")
 HOPPER = ("h200-hopper-forward", "h200-hopper-backward")
@@ -59,6 +60,12 @@ def emulated() -> str:
     return f"not run; its kernels ran emulated: {problems} problems, {wrong} wrong"
 
 
+def llama_decoding() -> float:
+    """Tokens/s of decoding without a graph, where Python takes most of the time, relative to `sdpa`."""
+    (row,) = (row for row in llama_rows() if row.part.startswith("decode, "))
+    return row.speeds["tile_attention"] / row.speeds["sdpa"]
+
+
 def front_losses() -> str:
     """Where others are faster, which stands above the speeds."""
     eager, backward, sm_80 = models(eager=True), hopper(HOPPER[1]), mma("backward")
@@ -66,6 +73,7 @@ def front_losses() -> str:
     parts = (
         f"eager calls below 0.1 ms, mostly with gradients (down to {min(eager):.2f} of the best other's speed, H100)",
         f"backward at head dimensions 96 and 192 (down to {worst['96']:.2f} and {worst['192']:.2f}, H200)",
+        f"a Llama's decoding outside of a CUDA graph ({llama_decoding():.2f} of sdpa's speed, H200)",
         f"sm_80 code, backward (mean {geometric_mean(sm_80):.2f}, down to {min(sm_80):.2f})",
         "and the first call, which compiles.",
     )
