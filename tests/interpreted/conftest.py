@@ -3,12 +3,13 @@
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 
@@ -22,9 +23,10 @@ def quick_interpreter() -> Iterator[None]:
     with ExitStack() as patches:
         for patch in (
             *patches_of_the_language(interpreter),
+            *calls_of_the_language(interpreter),
             *shapes_of_values(),
             *types_of_operands(),
-            operands_of_known_types(),
+            *binary_operations(interpreter),
             overflow_check(interpreter),
             numpy_dtypes(interpreter),
             products(interpreter),
@@ -59,6 +61,30 @@ def patches_of_the_language(interpreter: ModuleType) -> tuple[Any, Any]:
     return (
         mock.patch.object(interpreter, "_patch_lang", patch_once),
         mock.patch.object(interpreter.GridExecutor, "__call__", launch_unpatched),
+    )
+
+
+def calls_of_the_language(interpreter: ModuleType) -> tuple[Any, Any]:
+    """Call builtins directly. The interpreter copies the arguments and checks them for each call."""
+    from triton.language import core
+
+    unwrap, others = core._unwrap_if_constexpr, {core.tensor, core.dtype, int, float, bool, type(None)}
+
+    def patch_attribute(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        function, semantic = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
+
+        def call(*args: Any, **named: Any) -> Any:
+            named["_semantic"] = semantic
+            return function(*args, **named)
+
+        scope.set_attr(owner, name, call)
+
+    def unwrap_once(x: Any) -> Any:
+        return x if type(x) in others else unwrap(x)
+
+    return (
+        mock.patch.object(interpreter, "_patch_attr", patch_attribute),
+        mock.patch.object(core, "_unwrap_if_constexpr", unwrap_once),
     )
 
 
@@ -117,33 +143,102 @@ def types_of_operands() -> tuple[Any, Any, Any]:
     )
 
 
-def operands_of_known_types() -> Any:
-    """Remember which types operands keep, and numbers as tensors. Triton casts and broadcasts for each operation."""
+def binary_operations(interpreter: ModuleType) -> list[Any]:
+    """Remember the one NumPy call that an operation on two types comes to. Triton finds it anew, with casts and
+    broadcasts of their own, for each operation.
+    """
     from triton.language import core, semantic
 
-    check = semantic.TritonSemantic.binary_op_type_checking_impl
-    kept: set[tuple[Any, ...]] = set()
-    constants: dict[tuple[Any, ...], Any] = {}
+    builder, functions = interpreter.InterpreterBuilder, semantic.TritonSemantic
+    binary_op, create_addptr = builder.binary_op, builder.create_addptr
+    calls: list[tuple[Any, Any, Any]] = []  # of NumPy, in the operation that runs now
 
-    def check_once(self: Any, lhs: Any, rhs: Any, *options: bool, **named: bool) -> tuple[Any, Any]:
-        operands = lhs, rhs
-        key = (*map(key_of, operands), options, *named.items())
-        if key in kept:
-            return operands
-        if key in constants:
-            return tuple(x if isinstance(x, core.tensor) else constants[key] for x in operands)
-        found = check(self, lhs, rhs, *options, **named)
-        same = [x is y for x, y in zip(found, operands, strict=True)]
-        if all(same):
-            kept.add(key)
-        elif any(same) and not all(isinstance(x, core.tensor) for x in operands):
-            constants[key] = found[same.index(False)]
-        return found
+    def recorded_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+        calls.append((op, lhs.data.dtype, rhs.data.dtype))
+        return binary_op(self, lhs, rhs, op)
+
+    def recorded_addptr(self: Any, pointers: Any, offsets: Any) -> Any:
+        size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        calls.append((lambda x, n: x + size * n.astype("uint64"), pointers.data.dtype, offsets.data.dtype))
+        return create_addptr(self, pointers, offsets)
+
+    def remembered(operation: Any) -> Any:
+        recipes: dict[Any, Recipe | None] = {}
+
+        def quick(self: Any, lhs: Any, rhs: Any, *options: Any) -> Any:
+            key = (key_of(lhs), key_of(rhs), *options)
+            recipe = recipes.get(key)
+            if recipe is not None:
+                return recipe(lhs, rhs)
+            calls.clear()
+            result = operation(self, lhs, rhs, *options)
+            if key not in recipes:
+                recipes[key] = Recipe.of(calls, lhs, rhs, result)
+            return result
+
+        return quick
 
     def key_of(x: Any) -> Any:
-        return x.type.name if isinstance(x, core.tensor) else (type(x), repr(x))  # -0.0 is not 0.0, nor 1 True
+        if isinstance(x, core.tensor):
+            return x.type.name, x.handle.dtype.name, x.handle.data.dtype.num  # three types, not always the same
+        return type(x), repr(x)  # -0.0 is not 0.0, nor 1 True
 
-    return mock.patch.object(semantic.TritonSemantic, "binary_op_type_checking_impl", check_once)
+    names = "add sub mul truediv and_ or_ xor_ shl lshr ashr minimum maximum"
+    comparisons = "greater_than greater_equal less_than less_equal equal not_equal"
+    return [
+        mock.patch.multiple(builder, binary_op=recorded_op, create_addptr=recorded_addptr),
+        *(
+            mock.patch.object(functions, name, remembered(getattr(functions, name)))
+            for name in (*names.split(), *comparisons.split())
+        ),
+    ]
+
+
+class Recipe:
+    """A NumPy call in place of an operation: its operands' dtypes, and what its result has besides data."""
+
+    def __init__(self, call: tuple[Any, Any, Any], lhs: Any, rhs: Any, result: Any):
+        self.function, *self.dtypes = call
+        pairs = zip((lhs, rhs), self.dtypes, strict=True)
+        self.constants = [None if hasattr(x, "handle") else np.array([x], dtype) for x, dtype in pairs]
+        self.value = {name: x for name, x in vars(result).items() if name != "handle"}
+        self.result, self.handle, self.dtype = type(result), type(result.handle), result.handle.dtype
+
+    @classmethod
+    def of(cls, calls: Sequence[tuple[Any, Any, Any]], lhs: Any, rhs: Any, result: Any) -> "Recipe | None":
+        """`None` unless one call gives the same result."""
+        operands = [x for x in (lhs, rhs) if hasattr(x, "handle")]
+        plain = all(x.type.scalar.name in PLAIN or x.type.scalar.is_ptr() for x in operands)
+        plain &= all(isinstance(x, int | float) for x in (lhs, rhs) if not hasattr(x, "handle"))
+        if len(calls) != 1 or not plain or not right_for_bits(*calls[0]):
+            return None
+        recipe = cls(calls[0], lhs, rhs, result)
+        data, expected = recipe(lhs, rhs).handle.data, result.handle.data
+        same = data.dtype == expected.dtype and data.shape == expected.shape and data.tobytes() == expected.tobytes()
+        return recipe if same else None
+
+    def __call__(self, lhs: Any, rhs: Any) -> Any:
+        (a, b), (a_dtype, b_dtype) = self.constants, self.dtypes
+        if a is None:
+            a = lhs.handle.data
+            if a.dtype is not a_dtype:
+                a = a.astype(a_dtype)
+        if b is None:
+            b = rhs.handle.data
+            if b.dtype is not b_dtype:
+                b = b.astype(b_dtype)
+        handle, result = object.__new__(self.handle), object.__new__(self.result)
+        handle.data, handle.dtype, handle.attr = self.function(a, b), self.dtype, {}
+        vars(result).update(self.value, handle=handle)
+        return result
+
+
+def right_for_bits(function: Any, *dtypes: Any) -> bool:
+    """NumPy's sums of truth values are not those of integers of one bit, its bitwise operations are."""
+    return dtypes != (np.bool_, np.bool_) or function in (np.bitwise_and, np.bitwise_or, np.bitwise_xor)
+
+
+PLAIN = {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)} | {"int1", "fp16", "fp32", "fp64"}
 
 
 def overflow_check(interpreter: ModuleType) -> Any:
