@@ -1,5 +1,6 @@
 """Settings that all tests share: hypothesis profiles, threads and seeds."""
 
+import functools
 import gc
 import os
 from collections import Counter
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from roomy import with_room
 
 from flashtile.as_arch import install_inherited
 
@@ -44,6 +46,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if planted[item.function] % BUGS_OF_A_RUN:
                 item.add_marker("bugs")
             planted[item.function] += 1
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[Any]:
+    test = pyfuncitem.obj
+    pyfuncitem.obj = functools.partial(with_room, test)
+    try:
+        return (yield)
+    finally:
+        pyfuncitem.obj = test
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from roomy import with_room
+
 
 class EmulationError(RuntimeError):
     """A deadlock, a race or an out-of-bounds access in a kernel."""
@@ -38,7 +40,7 @@ class Task:
         self.resume.acquire()
         try:
             if machine.failure is None:
-                run()
+                with_room(run)
                 self.check_finished()
         except StoppedError:
             pass
