@@ -29,6 +29,8 @@ install_inherited()  # with FLASHTILE_AS_ARCH=sm_80, tests on a GPU compile as f
 # Inductor compiles programs for seconds to see that the compiler has the vectors that the processor names.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
+gc.set_threshold(50_000, 20, 50)  # collections of few objects took a tenth of the time
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
