@@ -12,6 +12,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+import again
+from again import marked
 from float32_cases import case_of as float32_case
 from forced import first, forced, number
 from gluon_emulation.backend import FOLDER, copy_with_mistake, emulated, emulated_kernels
@@ -40,12 +42,12 @@ def wrong(case: Case, seed: int, folder: Path = FOLDER) -> list[str]:
     return [f"{case.description}\n  {x}" for x in compare(results, case, solve(case)) if not x.ok]
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", marked(VARIANTS, again.FIRST_TILES))
 def test_random_problems_are_within_the_bound(name: str) -> None:
     assert wrong(case_of(name, hash_of(name), "cpu", AROUND_TILES), seed=0) == []
 
 
-@pytest.mark.parametrize("name", list(VARIANTS)[::3])
+@pytest.mark.parametrize("name", marked(list(VARIANTS)[::3], again.OTHER_TILES))
 def test_all_candidates_give_the_same_results(name: str) -> None:
     """Others than the first one of the tables."""
     seed = hash_of(name) + 1
