@@ -199,11 +199,14 @@ def fence_async_shared() -> None:
         del unfenced[span]
 
 
+UNREAD = torch.tensor(torch.nan)
+
+
 class Product(Value):
     """A product in flight, which may not be read before a wait."""
 
     def __init__(self, a: Value | Shared, b: Shared, acc: Value | None, shape: list[int]):
-        super().__init__(torch.empty(shape))
+        super().__init__(UNREAD.expand(shape))
         self.a, self.b, self.acc = a, b, acc
         self.snapshot = [x.data.clone() if isinstance(x, Shared) else x.tensor for x in (a, b)]
         self.finished = False

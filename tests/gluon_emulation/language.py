@@ -213,7 +213,10 @@ def ceil(x: Value) -> Value:
 
 
 def load(pointer: Pointer, mask: Any = None, other: Any = None) -> Value:
-    values = pointer.memory()[pointer.at(mask)].clone()
+    at = pointer.at(mask)
+    values = pointer.memory()[at]
+    if at.dim() == 0:
+        values = values.clone()  # a view
     if mask is not None:
         assert other is not None
         values = torch.where(torch.as_tensor(unwrap(mask)), values, torch.as_tensor(unwrap(other)).to(values.dtype))

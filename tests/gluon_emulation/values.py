@@ -1,5 +1,6 @@
 """Gluon's values: scalars and tensors with a GPU's arithmetic, pointers, and shared memory."""
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -131,13 +132,13 @@ def add_operators() -> None:
 class Pointer:
     """Elements of a tensor's memory, counted from its first one."""
 
-    def __init__(self, base: Tensor, offset: Any = 0):
-        self.base, self.offset = base, offset
-        self.dtype = SimpleNamespace(element_ty=base.dtype)
+    def __init__(self, base: Tensor, offset: Any = 0, memory: "Memory | None" = None):
+        self.base, self.offset, self.of_base = base, offset, memory or Memory(base)
+        self.dtype = self.of_base.dtype
 
     def __add__(self, more: Any) -> "Pointer":
         more = unwrap(more)
-        return Pointer(self.base, self.offset + (more.long() if isinstance(more, Tensor) else more))
+        return Pointer(self.base, self.offset + (more.long() if isinstance(more, Tensor) else more), self.of_base)
 
     def to(self, dtype: Any) -> "Pointer":
         return self
@@ -147,38 +148,63 @@ class Pointer:
         return list(torch.as_tensor(self.offset).shape)
 
     def __getitem__(self, index: Any) -> "Pointer":
-        return Pointer(self.base, torch.as_tensor(self.offset)[index])
+        return Pointer(self.base, torch.as_tensor(self.offset)[index], self.of_base)
 
     def at(self, mask: Any) -> Tensor:
         """Offsets `[...]`, 0 where masked; the others have to be in bounds."""
         offset = torch.as_tensor(self.offset)
         if mask is None:
-            check_extent(self.base, offset)
+            self.of_base.check_extent(offset)
             return offset
         offset, selected = torch.broadcast_tensors(offset, torch.as_tensor(unwrap(mask)))
-        check_extent(self.base, offset[selected])
+        self.of_base.check_extent(offset[selected])
         return torch.where(selected, offset, 0)
 
     def memory(self) -> Tensor:
-        return memory_of(self.base) if self.base.numel() > 0 else self.base.new_zeros(1)
+        return self.of_base.elements
 
 
-def memory_of(x: Tensor) -> Tensor:
-    """A tensor's storage from its first element on."""
-    storage = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
-    return storage[x.storage_offset() :]
+class Memory:
+    """What pointers to one tensor share: its storage from its first element on, and how far it reaches."""
+
+    def __init__(self, base: Tensor):
+        self.base, self.dtype = base, SimpleNamespace(element_ty=base.dtype)
+
+    @functools.cached_property
+    def elements(self) -> Tensor:
+        x = self.base
+        if x.numel() == 0:
+            return x.new_zeros(1)
+        storage = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+        return storage[x.storage_offset() :]
+
+    @functools.cached_property
+    def extent(self) -> int:
+        return extent_of(self.base)
+
+    def check_extent(self, offset: Tensor) -> None:
+        if offset.dim() == 0:
+            first = last = int(offset)
+        elif offset.numel() > 0:
+            first, last = (int(x) for x in torch.aminmax(offset))
+        else:
+            return
+        if not 0 <= first <= last < self.extent:
+            refuse(self.base, first, last)
 
 
-def check_extent(x: Tensor, offset: Tensor) -> None:
-    if offset.numel() > 0:
-        check_range(x, int(offset.min()), int(offset.max()))
+def extent_of(x: Tensor) -> int:
+    return sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() > 0 else 0
 
 
 def check_range(x: Tensor, first: int, last: int) -> None:
-    extent = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() > 0 else 0
-    if not 0 <= first <= last < extent:
-        name = machine().current_task().name
-        raise EmulationError(f"{name} reaches elements {first} to {last} of {list(x.shape)}, {x.stride()}")
+    if not 0 <= first <= last < extent_of(x):
+        refuse(x, first, last)
+
+
+def refuse(x: Tensor, first: int, last: int) -> None:
+    name = machine().current_task().name
+    raise EmulationError(f"{name} reaches elements {first} to {last} of {list(x.shape)}, {x.stride()}")
 
 
 class Shared:
