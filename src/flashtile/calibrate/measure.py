@@ -1,6 +1,7 @@
 """Device time of all plans of a cell, in CUDA graphs, gaps between launches included; interleaved medians."""
 
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -47,16 +48,21 @@ def prepared(subject: Subject) -> tuple[Any, Any] | None:
     raise RuntimeError(f"no plan of forward runs: {failure}")
 
 
-def ready(cell: Cell, device: torch.device) -> None:
-    """Run each plan once, so that its kernels are compiled and loaded."""
+def ready(cell: Cell, device: torch.device, end: float) -> bool:
+    """Run each plan once, so that its kernels are compiled and loaded; returns whether all were before the end."""
+    if time.time() >= end:
+        return False
     subject = Subject.of(cell, device)
     forward = prepared(subject)
     for _, plan in plans(subject):
+        if time.time() >= end:
+            return False
         try:
             runner(subject, plan, forward)()
             torch.cuda.synchronize()
         except Exception as error:
             raise_if_lost(error)
+    return True
 
 
 def measure(cell: Cell, device: torch.device) -> Row:

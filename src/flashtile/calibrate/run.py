@@ -16,8 +16,8 @@ from ..as_arch import install_inherited
 from ..bench.cell import Cell
 from .store import Row, read
 
-MOST_OF_KIND = 45  # cells of one width, whose kernels are mostly the same, of one process
 AT_ONCE = 3  # cells whose kernels a process compiles before all of them measure
+MEASURING = 20.0  # seconds at the end in which no process compiles, so that all measure what they have compiled
 HUNG = 180.0  # seconds without a result, after which processes are ended
 
 
@@ -52,30 +52,33 @@ def without_source(cell: Cell) -> Cell:
 
 
 def divided(cells: Sequence[Cell], processes: int) -> list[list[Cell]]:
-    """The cells of each process, of few widths."""
+    """The cells of each process: as many as others have, with few kernels, and those of forward mode last."""
     kinds: dict[Any, list[Cell]] = {}
     for cell in cells:
-        kinds.setdefault((cell.dtype, cell.head_dim, cell.width_v), []).append(cell)
+        kinds.setdefault((cell.moves, cell.dtype, cell.head_dim, cell.width_v), []).append(cell)
     shares: list[list[Cell]] = [[] for _ in range(processes)]
-    for kind in sorted(kinds.values(), key=len, reverse=True):
-        kind.sort(key=lambda cell: (cell.differentiates, cell.is_special))
-        for start in range(0, len(kind), MOST_OF_KIND):
-            min(shares, key=len).extend(kind[start : start + MOST_OF_KIND])
+    for kind in sorted(kinds.values(), key=lambda kind: (kind[0].moves, -len(kind))):
+        most = -(-sum(cell.moves == kind[0].moves for cell in cells) // processes)
+        kind.sort(key=lambda cell: (cell.differentiates, cell.causal, cell.is_special))
+        for start in range(0, len(kind), most):
+            min(shares, key=len).extend(kind[start : start + most])
     return shares
 
 
 def work(cells: list[Cell], rounds: int, store: Path, end: float, lock: Any, turns: Any) -> None:
-    """A process: in turns, compile the kernels of a few cells, and measure them when no process compiles."""
+    """A process: in turns, compile the kernels of a few cells, and measure them when no process compiles. Cells whose
+    kernels are not all compiled when the time ends are left out.
+    """
     from .measure import measure, ready
 
     install_inherited()
     device = torch.device("cuda")
     for start in range(0, rounds, AT_ONCE):
-        few = cells[start : start + AT_ONCE]
-        for cell in few:
-            if time.time() < end:
-                ready(cell, device)
-                torch.cuda.empty_cache()
+        few = []
+        for cell in cells[start : start + AT_ONCE]:
+            if ready(cell, device, end - MEASURING):
+                few.append(cell)
+            torch.cuda.empty_cache()
         wait(turns)
         for cell in few:
             with lock:
