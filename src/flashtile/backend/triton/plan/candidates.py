@@ -112,8 +112,13 @@ def tangents_within_memory(tile: KernelConfig, problem: Problem, device: Device)
 
 
 def forward_tiles(tile: KernelConfig, problem: Problem, device: Device) -> tuple[KernelConfig, ...]:
-    """The tile that serves all features; of plain calls the tiles that were measured, where there are any."""
+    """The tile that serves all features; of plain calls and of a bias the tiles that were measured, where there are
+    any.
+    """
     p = problem
+    if device.arch in MMA_SYNC and p.dtype is not torch.float32 and p.pages is None and adds_bias(p, device):
+        tiles = (x for x in fitting(tables.MMA_SYNC_BIASED, p) if fits(p, device, x, "forward", bias_bytes(p, x)))
+        return (tile, *(x for x in tiles if x != tile))
     if device.type == "cpu" or needs_room(p, device):
         return (tile,)
     if has_most(p.dtype, device):
@@ -373,15 +378,25 @@ def fitted(row: WidthConfigs, problem: Problem, device: Device) -> WidthConfigs:
 
 
 def is_biased(problem: Problem, device: Device) -> bool:
-    """Whether a bias for each pair is all that a call of few features adds to a plain one of more than a tile."""
-    p, bias = problem, problem.features.bias
+    """Whether a call of few features adds a bias for each pair to a plain one of more than a tile."""
+    p = problem
     if p.batch_invariant:  # it depends on lengths
         return False
     if min(p.seqlen_q, p.seqlen_k) <= SHORT or is_decoding(p, large_groups=True):
         return False
+    return width_of(p) <= tables.BIASED.width and has_most(p.dtype, device) and adds_bias(p, device)
+
+
+def adds_bias(problem: Problem, device: Device) -> bool:
+    """Whether a bias for each pair is all that a call adds to a plain one."""
+    p, bias = problem, problem.features.bias
     others = p.features._replace(bias=None) != NO_FEATURES or p.dropout or reads_pairs(p) or misaligned(p, device)
-    narrow = max(p.head_dim, p.head_dim_v) <= tables.BIASED.width and has_most(p.dtype, device)
-    return narrow and bias is not None and not (bias[2] or bias[3] or others)
+    return bias is not None and not (bias[2] or bias[3] or others)
+
+
+def bias_bytes(problem: Problem, tile: KernelConfig) -> int:
+    """Shared memory of a bias's blocks in flight, beside keys and values."""
+    return (tile.num_stages - 1) * tile.block_m * tile.block_n * problem.dtype.itemsize
 
 
 def by_tf32(tile: TileConfig) -> TileConfig:

@@ -64,7 +64,8 @@ PLAIN_FORWARD = (
 # there more tiles of backward,
 MORE_DKDV = ((64, KernelConfig(64, 64, 4, 3)), (64, KernelConfig(32, 128, 4, 3)))
 MORE_DQ = ((64, KernelConfig(128, 64, 4, 3)), (64, KernelConfig(128, 32, 4, 3)))
-# the same on chips with mma.sync, for dk and dv, and for dq,
+# on chips with mma.sync, for forward with a bias, for dk and dv, and for dq,
+MMA_SYNC_BIASED = ((64, KernelConfig(64, 64, 4, 3)), (128, KernelConfig(128, 32, 4, 3)))
 MMA_SYNC_DKDV = ((64, KernelConfig(32, 128, 4, 3)), (128, KernelConfig(32, 128, 8, 3)))
 MMA_SYNC_DQ = ((64, KernelConfig(128, 32, 4, 3)), (128, KernelConfig(128, 32, 4, 2)), (256, KernelConfig(64, 32, 4, 1)))
 # and of float32 on Hopper: for forward and dq, and for dk and dv.
