@@ -20,6 +20,7 @@ from flashtile.backend.gpu.chips import SHARED_MEMORY
 from .compiled import KIB, compile_launch
 from .families import ARCHITECTURES, FAMILIES, call_of_family, most_registers
 from .launches import hopper_launches_of, launches_of
+from .loops import loops_of
 from .mma import launches_by_width
 
 
@@ -51,8 +52,8 @@ def main(full: bool, architectures: tuple[str, ...], names: tuple[str, ...], out
     for arch, family, launch in track(work, "compiling", console=Console(stderr=True)):
         start = time.perf_counter()
         try:
-            found = asdict(compile_launch(launch, arch))
-            del found["sass"]
+            found = asdict(compile_launch(launch, arch, read=True))
+            found |= loops_of(found.pop("code"))._asdict()
         except Exception as error:
             wrong.append(f"{arch} {family} {launch.name}: {type(error).__name__}: {str(error)[-300:]}")
             continue
@@ -68,7 +69,7 @@ def main(full: bool, architectures: tuple[str, ...], names: tuple[str, ...], out
         kept = list(csv.DictReader(out.open(newline=""))) if out.exists() else []
         rows = [row for row in kept if row["arch"] not in chosen] + rows
         with out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
+            writer = csv.DictWriter(file, list(rows[-1]))
             writer.writeheader()
             writer.writerows(rows)
     click.echo("\n".join([*wrong, f"{len(rows)} kernels compiled, {len(wrong)} wrong, Triton {triton.__version__}"]))

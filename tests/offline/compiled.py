@@ -34,7 +34,7 @@ class Compiled:
     spilled: int  # bytes of a thread
     serialized: bool  # whether ptxas gave up the asynchrony of matrix products
     unset: tuple[str, ...]  # instructions that read an unwritten uniform register: a miscompilation
-    sass: str = field(default="", repr=False)  # Hopper only
+    code: str = field(default="", repr=False)  # machine code in words, where it was asked for
 
 
 def type_of(value: Any) -> str:
@@ -51,7 +51,8 @@ def target_of(arch: str) -> GPUTarget:
     return GPUTarget("cuda", int(arch[3:]), 32) if arch.startswith("sm_") else GPUTarget("hip", arch, 64)
 
 
-def compile_launch(launch: Launch, arch: str) -> Compiled:
+def compile_launch(launch: Launch, arch: str, *, read: bool = False) -> Compiled:
+    """Compile a launch; `read` its machine code, too. Hopper's is always read."""
     given = {name: x for name, x in launch.arguments.items() if name not in OPTIONS}
     signature, constants, attributes = {}, {}, {}
     for n, parameter in enumerate(launch.kernel.params):
@@ -71,15 +72,17 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
     if "amdgcn" in kernel.asm:
         counts = [int(n) for n in re.findall(r"\.vgpr_(?:spill_)?count:\s+(\d+)", kernel.asm["amdgcn"])]
         assert len(counts) == 2, counts
-        return Compiled(launch.name, shared, counts[0], 4 * counts[1], False, ())
+        return Compiled(launch.name, shared, counts[0], 4 * counts[1], False, (), kernel.asm["amdgcn"])
     log = assembled(kernel.asm["ptx"], arch)
     registers, spilled = re.search(r"Used (\d+) registers", log), re.search(r"(\d+) bytes spill stores", log)
     assert registers is not None, log
     assert spilled is not None, log
     # Only Hopper's warpgroup products take their operands' descriptors from uniform registers, as this reads them.
-    sass = disassembled(kernel.asm["cubin"]) if arch == "sm_90" else ""
-    serialized = "are serialized" in log
-    return Compiled(launch.name, shared, int(registers[1]), int(spilled[1]), serialized, unset_registers(sass), sass)
+    code = disassembled(kernel.asm["cubin"]) if read or arch == "sm_90" else ""
+    unset = unset_registers(code) if arch == "sm_90" else ()
+    return Compiled(
+        launch.name, shared, int(registers[1]), int(spilled[1]), "are serialized" in log, unset, code
+    )  # fmt: skip
 
 
 def assembled(ptx: str, arch: str) -> str:

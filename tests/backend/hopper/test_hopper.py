@@ -314,7 +314,7 @@ def test_backward_compiles_for_hopper(family: tuple) -> None:
     assert not kernel.unset
     config = launch.arguments["CONFIG"]
     chunks = len(config.head_dim.chunks)
-    loops = inner_loops(kernel.sass, 6, ("HGMMA", "MUFU.EX2", "STL", "LDL"))
+    loops = inner_loops(kernel.code, 6, ("HGMMA", "MUFU.EX2", "STL", "LDL"))
     steps = [order for order in loops if len(waits_in(order)) >= 5]
     assert len(steps) >= 2  # one for each warpgroup
     for order in steps:
@@ -341,7 +341,7 @@ def test_late_dq_compiles_for_hopper(family: tuple) -> None:
     assert kernel.spilled <= BACKWARD_SPILL
     assert not kernel.serialized
     assert not kernel.unset
-    offsets = re.findall(r"REDG\.E\.ADD\.F32x4\S* desc\[\w+\]\[R\d+\.64(?:\+0x(\w+))?\]", kernel.sass)
+    offsets = re.findall(r"REDG\.E\.ADD\.F32x4\S* desc\[\w+\]\[R\d+\.64(?:\+0x(\w+))?\]", kernel.code)
     assert len(offsets) > 0
     assert all(int(offset or "0", 16) % 16 == 0 for offset in offsets)
 
@@ -365,14 +365,14 @@ def test_split_backward_compiles_for_hopper(family: tuple) -> None:
         assert not kernel.unset
     config = launch_of(family, "dkdv").arguments["CONFIG"]
     values, early = len(config.head_dim_v.chunks), config.keys_in_registers
-    for sass, waits in ((dq.sass, [values, 0, 0]), (dkdv.sass, [values, 0] if early else [0, 0])):
+    for sass, waits in ((dq.code, [values, 0, 0]), (dkdv.code, [values, 0] if early else [0, 0])):
         steps = inner_loops(sass, most_waits=3)
         assert len(steps) >= len(waits) - 1  # dq: one for each warpgroup; dkdv: only dv's
         for order in steps:
             at = [n for n, word in enumerate(order) if "DEPBAR" in word]
             assert [int(order[n][-1]) for n in at] == waits
             exponentials = [n for n, word in enumerate(order) if word == "MUFU.EX2"]
-            first, last = (-1, at[0]) if early and sass is dkdv.sass else at[:2]
+            first, last = (-1, at[0]) if early and sass is dkdv.code else at[:2]
             assert first < exponentials[0] < exponentials[-1] < last
 
 
@@ -441,9 +441,9 @@ def test_wide_forward_compiles_for_hopper(name: str) -> None:
     assert kernel.spilled <= WIDE_SPILL
     assert not kernel.serialized
     assert not kernel.unset
-    waits = "".join(re.findall(r"DEPBAR\.LE gsb0, 0x(\d)", kernel.sass))
+    waits = "".join(re.findall(r"DEPBAR\.LE gsb0, 0x(\d)", kernel.code))
     assert waits.replace("11120", "", 1) == "00"
-    assert kernel.sass.count("HGMMA") == 4 * 8 + 3 * 2 * 4  # scores; p and values in two places and in the other half
+    assert kernel.code.count("HGMMA") == 4 * 8 + 3 * 2 * 4  # scores; p and values in two places and in the other half
 
 
 def waits_in(order: list[str]) -> list[int]:
