@@ -126,6 +126,5 @@ def needs_of(call: Call, backend: str, arch: str) -> Needs | None:
         needs = needs._replace(bias=False, score_mod_tensors=(False,) * len(captured))
         if support.declines_backward(problem, device, needs) is not None:
             needs = needs._replace(alibi_slopes=False)
-        if support.declines_backward(problem, device, needs) is not None:
-            return None
-    return None if t.leftpad_k is not None else needs
+    declined = support.declines_backward(problem, device, needs) is not None
+    return None if declined or t.leftpad_k is not None else needs

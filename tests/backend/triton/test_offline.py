@@ -55,6 +55,12 @@ def test_compiles_within_the_chip(arch: str) -> None:
     assert not found.unset
 
 
+def test_families_without_a_backward_pass_have_launches_of_forward() -> None:
+    names = [x.name for x in launches_of(call_of_family("latent rows, 16 heads"), "sm_120")]
+    assert "forward" in names
+    assert not {"dq", "dkdv", "fused"} & {*names}
+
+
 def test_tangents_of_a_score_mod_compile() -> None:
     """With a tensor that it captures; the interpreter does not know the compiler's types."""
     q, table = torch.empty(1, 2, 300, 32, dtype=torch.bfloat16), torch.ones(64)
