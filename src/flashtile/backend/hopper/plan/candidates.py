@@ -186,11 +186,16 @@ def shared_rows(config: FusedBackwardConfig, problem: Problem, device: Device) -
     for split in shared_heads(config, problem, device) if limited or masked else [config]:
         yield from in_turns(split, problem, device)
     uneven = limited and m_blocks >= 16 and config.in_order
-    if tiles < device.cores or uneven:
+    # Under a window, parts of rows are uneven. Those of a group's query heads are not, where they are enough.
+    group = problem.num_heads_q // problem.num_heads_kv
+    by_heads = limited and not config.in_order and group > 1 and tiles * group >= device.cores
+    if (tiles < device.cores and not by_heads) or uneven:
         for n in splits_that_fill(SPLITS, min(tiles, device.cores // 8 if uneven else tiles), device.cores, m_blocks):
             yield from in_turns(replace(config, row_splits=n), problem, device)
     left = tiles % device.cores
-    if not (limited or masked or config.in_order or config.row_chunks > 1) and tiles > device.cores and left > 0:
+    # Where dq is added in memory, a divided last wave gains too little for a kernel of its own.
+    plain = not (limited or masked or config.row_chunks > 1) and config.late_dq is not None
+    if plain and tiles > device.cores and left > 0:
         splits = min(device.cores // left, m_blocks, 16)
         if splits > 1:
             yield from in_turns(replace(config, last_splits=splits), problem, device)
