@@ -28,6 +28,7 @@ WIDE_FLOAT32, WIDE_HALF = 128, 256  # head dimensions above which tiles are too 
 MOST_KEYS = 2**16  # keys of a row of products, which one program reads
 PAIRS_BYTES = 4096  # shared memory beside rows and probabilities, for a feature of few rows
 LEAST_PART, KEYS_OF_ROW = 512, 64  # keys of a part at least, and for each row: results of parts are 2% of the keys
+LEAST_STEPS = 4  # of each part of a walk
 SHORT = 64  # rows and keys of a sequence that is one small tile
 MOST_WITH_FEATURES = 64  # rows or keys of a block; a feature of each pair makes larger ones spill
 SHORT_PAIRS, INTERPRETER_PAIRS = 64 * 128, 16 * 16  # pairs of a tile that is a whole sequence in backward
@@ -151,6 +152,8 @@ def few_rows(tiles: TileConfig, width: int, problem: Problem, device: Device) ->
     found = [base]
     if p.eight_bit is not None and base.block_n == 64 and 64 < width_of(p) <= 128 and p.seqlen_k >= LONG_OF_EIGHT_BITS:
         found = [within_memory(base._replace(block_n=128), p, device)]
+    if p.eight_bit is None and base.block_m == TRANSPOSED_ROWS and base.block_n == 64 and width_of(p) <= 128:
+        found.append(within_memory(base._replace(block_n=128, num_warps=4), p, device))
     if loads_ahead(p, device):
         uneven = p.pages is not None and p.pages.several  # one warp lacks registers for the addresses of pages
         if base.block_m == tables.ONE_WARP.block_m and width_of(p) <= tables.ONE_WARP_WIDTH and not uneven:
@@ -162,8 +165,8 @@ def few_rows(tiles: TileConfig, width: int, problem: Problem, device: Device) ->
         chosen = tiles._replace(forward=tile, pack_gqa=group, given_splits=None if tile == base else base)
         blocks = -(-max(p.seqlen_q, 1) * group // tile.block_m)
         programs = max(1, blocks * p.num_heads_q // group * p.batch)
-        slots = device.cores * programs_of_core(p, device, tile)
-        for n in (1, *splits_that_fill(SPLITS, programs, slots, -(-p.seqlen_k // tile.block_n))):
+        slots, most = (device.cores, device.cores * programs_of_core(p, device, tile)), -(-p.seqlen_k // tile.block_n)
+        for n in sorted({1, *(n for x in slots for n in splits_that_fill(SPLITS, programs, x, most))}):
             yield chosen, n
 
 
@@ -299,10 +302,7 @@ def one_tile(problem: Problem, device: Device) -> list[FusedConfig]:
     if width > (128 if has_most(p.dtype, device) else 64):
         return []
     stages = 1 if block_m * block_n <= 32 * 32 or not has_most(p.dtype, device) else 2
-    tiles = [KernelConfig(block_m, block_n, 4, stages)]
-    if width > 64 and block_m * block_n > 32 * 32:
-        tiles.append(KernelConfig(block_m, block_n, 8, 1))  # on a core alone, more warps are quicker
-    return [FusedConfig(tile) for tile in tiles]
+    return [FusedConfig(KernelConfig(block_m, block_n, 4, stages))]
 
 
 def walks(problem: Problem, device: Device) -> Iterator[FusedConfig]:
@@ -320,7 +320,7 @@ def walks(problem: Problem, device: Device) -> Iterator[FusedConfig]:
         sides = (block, walk.step) if walk.over == "keys" else (walk.step, block)
         tile = KernelConfig(*sides, walk.num_warps, 1 if features else walk.num_stages)
         slots = 2 * programs_of_core(p, device, tile, "fused") * device.cores
-        most = min(slots // max(p.batch * p.num_heads_q, 1), length // walk.step // 2, 16)
+        most = min(slots // max(p.batch * p.num_heads_q, 1), length // walk.step // LEAST_STEPS, 16)
         for n in SPLITS:
             if n == 1 or n <= most:
                 yield FusedConfig(tile, walk.over, n)
