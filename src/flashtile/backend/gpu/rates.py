@@ -17,6 +17,7 @@ KERNEL = re.compile(r"(?P<kernel>.+?) (?P<d>\d+)(/(?P<dv>\d+))? (?P<m>\d+)x(?P<n
 PARTS = ("tile", "step", "edge")
 # Kinds of kernels none of which was measured: a kind that multiplies alike, and how many times its products they have.
 LIKE = {"hopper tangents": ("hopper forward", 5 / 2), "triton tangents": ("triton forward", 6 / 2)}
+FEW_ROWS = 16
 ESTIMATED = {"tile": 1.5, "step": 1.0, "edge": 0.3}  # times of a kernel without rates, in steps
 
 
@@ -77,7 +78,8 @@ def distance(chip: Mapping[str, Any], device: Device) -> tuple[bool, int, int]:
 
 
 def scaled(file: Mapping[str, Any], device: Device, name: str) -> Rates:
-    """The rates of a file for a device: kernels by the clock, bytes by the bandwidth of memory, where these are known.
+    """The rates of a file for a device: kernels by the clock, bytes and kernels of few rows by the bandwidth of memory,
+    where these are known.
     Cores are counted by `waves`.
     """
     chip, about = file["chip"], name
@@ -92,7 +94,9 @@ def scaled(file: Mapping[str, Any], device: Device, name: str) -> Rates:
     found: dict[str, float] = {}
     for key, value in file["rates"].items():
         if isinstance(value, Mapping):
-            found |= {f"{key} {part}": clock * x for part, x in value.items()}
+            kernel = KERNEL.fullmatch(key)
+            loads = kernel is not None and int(kernel["m"]) <= FEW_ROWS  # which is all the work of so few rows
+            found |= {f"{key} {part}": (memory if loads else clock) * x for part, x in value.items()}
         else:
             found[key] = (memory if key.endswith("byte") else clock) * value
     return Rates(found, about)
