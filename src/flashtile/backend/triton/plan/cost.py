@@ -18,6 +18,7 @@ REGISTERS = 2**16  # registers of a core
 OWN_REGISTERS, MOST_REGISTERS = 40, 255  # registers of a thread, for addresses and the like, and in all
 STATISTICS = 8  # 16-bit words of each row
 MOST_TANGENT_PRODUCTS = 6
+MMA_HEADS = 16  # heads whose tiles take turns in kernels of `kernels.mma`; of others, one head's come after another's
 PARTS = 6  # products of bfloat16 numbers for one of float32
 
 
@@ -99,7 +100,7 @@ def add(
 ) -> None:
     """Add the work of a kernel's busiest core."""
     programs = programs_of_core(problem, device, tile, kernel)
-    work = busiest(head, heads, device.cores, programs)
+    work = busiest(head, heads, device.cores, programs, MMA_HEADS if tile.mma else 1)
     add_work(counts, f"triton {kernel}{' mma' * tile.mma}", name_of(kernel, problem, tile), work, tile, problem)
 
 
