@@ -18,14 +18,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import click
+import torch
 
 from flashtile.bench.cell import Cell
-from flashtile.calibrate.store import read
+from flashtile.calibrate.candidates import Subject, plans
+from flashtile.calibrate.store import Row, read
+from flashtile.call.device import Device, meta_tensors_on
 
 RESULTS = Path(__file__).parent / "results"
 FAMILIES = ((64, "forward"), (64, "backward"), (128, "forward"), (128, "backward"))
 FEW = 16  # queries of calls that are a kind of their own
 SLOWER, LEAD = 0.05, 0.97
+CORES = 132
 NUMBERS = re.compile(r" heads \d+| shared 1x1x1\b| last 1\b| splits 1\b")
 COLUMNS = ("family", "kernels", "mean", "largest", "above 5%", "no longer 0.97", "goes next")
 
@@ -62,6 +66,13 @@ def anonymous(cell: Cell) -> Cell:
     return replace(cell, model="", source="", device="")
 
 
+def times_of(row: Row) -> dict[str, float]:
+    """The measured times of the ways that are candidates, by name."""
+    with meta_tensors_on(Device("cuda", row.device, "sm_90", CORES)):
+        names = {name for name, _ in plans(Subject.of(row.cell, torch.device("meta")), every=True)}
+    return {name: middle for name, (middle, *_) in row.times.items() if name in names}
+
+
 def family_of(store: Path, head_dim: int, measure: str) -> Family:
     known, family = leads(), Family([], [], [])
     for row in read(store):
@@ -72,7 +83,7 @@ def family_of(store: Path, head_dim: int, measure: str) -> Family:
         if cell.seqlen_q <= FEW:
             continue
         best: defaultdict[str, float] = defaultdict(lambda: float("inf"))
-        for way, (middle, *_) in row.times.items():
+        for way, middle in times_of(row).items():
             best[kernel_of(way)] = min(best[kernel_of(way)], middle)
         family.cells.append(cell)
         family.times.append(dict(best))

@@ -1,6 +1,7 @@
 """Tables of docs/compatibility.md: tests over versions, emulated ARM processors, kernels compiled for other GPUs."""
 
 import json
+from collections import Counter
 from typing import Any
 
 from cells import RESULTS, markdown, rows
@@ -40,9 +41,22 @@ def chips() -> str:
         spilling = sum(int(x["spilled"]) > 0 for x in kernels)
         names = len({x["name"] for x in kernels})
         size = f"{shared / KIB:.0f} KiB"
-        body.append([arch, str(len(kernels)), str(names), size, str(registers), f"{spilling}, {spilled} bytes at most"])
+        columns = [arch, str(len(kernels)), str(names), size, str(registers), f"{spilling}, {spilled} bytes at most"]
+        body.append([*columns, *loops_of(kernels)])
     header = ("architecture", "compiled", "different kernels", "shared memory", "registers", "spilling")
+    header += ("multiply by", "spill where they multiply")
     return markdown(header, sorted(body, key=lambda row: (row[0][:3], len(row[0]), row[0])))
+
+
+def loops_of(kernels: list[dict[str, str]]) -> list[str]:
+    """The instruction by which most kernels multiply, and kernels that spill in the loop around it; of older rows
+    neither is known.
+    """
+    products = Counter(name for x in kernels if (name := x.get("products")))
+    if not products:
+        return ["", ""]
+    spilling = sum(int(x["spills"]) > 0 for x in kernels)
+    return [f"`{products.most_common(1)[0][0]}`", f"{spilling} of {products.total()}"]
 
 
 TABLES = {"versions": versions, "arm": arm, "chips": chips}
