@@ -3,7 +3,7 @@
     python benchmarks/compare_sweep.py OLD/src NEW/src --sweep benchmarks/models.toml --store FILE.csv
         [--peers fa3,sdpa:cudnn] [--fa3-library PATH] [--warm 8] [--cells 3,4,6] [--seconds 60] [--rounds 5]
 
-Each checkout has a process of its own, and the last one runs the other libraries too. Times are the device's. A speed
+Each checkout and library has a process of its own, which is replaced if a call ends it. Times are the device's. A speed
 is the median over rounds of the first checkout's time divided by another's. A cell that is in the file is left out, and
 no cell begins after `--seconds`. `--warm 8` compiles all kernels beforehand, in eight processes for each checkout.
 """
@@ -84,7 +84,25 @@ def work(library: str | None) -> None:
         print(json.dumps(found), flush=True)
 
 
-def ask(worker: subprocess.Popen[str], *job: Any) -> None:
+class Side:
+    """A library, and the process that times it with a checkout's benchmark."""
+
+    def __init__(self, name: str, source: Path, provider: str, library: Path | None) -> None:
+        self.name, self.source, self.provider, self.library = name, source, provider, library
+        self.worker = started(source, library)
+
+    def seconds(self, cell: dict[str, Any]) -> float | str:
+        """Of one call, or why there are none."""
+        try:
+            tell(self.worker, cell, self.provider)
+            return answer(self.worker)  # type: ignore[no-any-return]
+        except (OSError, ValueError):
+            self.worker.kill()
+            self.worker = started(self.source, self.library)
+            return "its process ended"
+
+
+def tell(worker: subprocess.Popen[str], *job: Any) -> None:
     assert worker.stdin is not None
     print(json.dumps(job), file=worker.stdin, flush=True)
 
@@ -109,7 +127,7 @@ def compile_all(sources: Sequence[Path], cells: Sequence[dict[str, Any]], proces
         for n in range(processes):
             worker = started(source, None)
             for cell in ordered[n * len(ordered) // processes : (n + 1) * len(ordered) // processes]:
-                ask(worker, cell, "flashtile")
+                tell(worker, cell, "flashtile")
             assert worker.stdin is not None
             worker.stdin.close()
             workers.append(worker)
@@ -144,38 +162,31 @@ def main(
     if warm:
         compile_all(sources, [all_cells[n] for n in missing], warm, warm_seconds)
     end = time.monotonic() + seconds
-    workers = [started(source, library) for source in sources]
-    sides = [
-        (f"{n} {source.resolve().parent.name}", worker, "flashtile")
-        for n, (source, worker) in enumerate(zip(sources, workers, strict=True))
-    ]
-    sides += [(peer, workers[-1], peer) for peer in peers.split(",") if peer]
+    sides = [Side(f"{n} {x.resolve().parent.name}", x, "flashtile", None) for n, x in enumerate(sources)]
+    sides += [Side(peer, sources[-1], peer, library) for peer in peers.split(",") if peer]
     for n in missing:
         if time.monotonic() < end:
             rows += measured(n, all_cells[n], sides, rounds)
             csv_rows.write(store, FIELDS, rows)
-    for worker in workers:
-        worker.kill()
+    for side in sides:
+        side.worker.kill()
 
 
-def measured(number: int, cell: dict[str, Any], sides: list[tuple[str, Any, str]], rounds: int) -> list[dict[str, Any]]:
+def measured(number: int, cell: dict[str, Any], sides: list[Side], rounds: int) -> list[dict[str, Any]]:
     """A row for each side that runs the cell; those that do not are printed."""
-    running, name = [], f"{cell['model']}, {cell['measure']}"
-    for side, worker, provider in sides:
-        ask(worker, cell, provider)
-        found = answer(worker)
-        if isinstance(found, str):
-            click.echo(f"{number} {name}, {side}: {found}")
-        else:
-            running.append((side, worker, provider))
-    times: dict[str, list[float]] = {side: [] for side, *_ in running}
-    for _ in range(rounds):
-        for side, worker, provider in running:
-            ask(worker, cell, provider)
-            times[side].append(answer(worker))
+    name = f"{cell['model']}, {cell['measure']}"
+    times: dict[str, list[float]] = {side.name: [] for side in sides}
+    for turn in range(rounds + 1):
+        for side in [x for x in sides if x.name in times]:
+            found = side.seconds(cell)
+            if isinstance(found, str):
+                click.echo(f"{number} {name}, {side.name}: {found}")
+                del times[side.name]
+            elif turn > 0:
+                times[side.name].append(found)
     rows = []
     for side, taken in times.items():
-        ratios = sorted(one / other for one, other in zip(times[running[0][0]], taken, strict=True))
+        ratios = sorted(one / other for one, other in zip(next(iter(times.values())), taken, strict=True))
         figures = (statistics.median(taken) * 1e6, statistics.median(ratios), ratios[1], ratios[-2])
         texts = (f"{figures[0]:.2f}", *(f"{x:.3f}" for x in figures[1:]))
         rows.append(dict(zip(FIELDS, (number, name, side, *texts), strict=True)))
