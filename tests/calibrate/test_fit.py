@@ -21,6 +21,7 @@ TRUE = {
     "launch": 5.0, "byte": 3e-7, "forward 64 128x128 tile": 1.5, "forward 64 128x128 step": 1.1,
     "forward 64 64x64 tile": 0.4, "forward 64 64x64 step": 0.3,
 }  # fmt: skip
+RATES = Path(__file__).parents[2] / "src" / "flashtile" / "rates"
 H100 = Device("cuda", "NVIDIA H100 80GB HBM3", "sm_90", 132, 1980.0, 3.35e6)
 
 
@@ -74,6 +75,19 @@ def test_written_rates_are_read_again(tmp_path: Path) -> None:
     found = write(tmp_path / "chip.toml", rows, H100)
     read_again = scaled(tomllib.loads((tmp_path / "chip.toml").read_text()), H100, "chip.toml")
     assert dict(read_again) == pytest.approx(found.rates, rel=1e-3)
+
+
+def test_kernels_that_were_not_measured_have_the_scaled_rates_of_a_like_chip(tmp_path: Path) -> None:
+    cell = Cell(heads=16, seqlen_q=512, head_dim=64, dtype="bfloat16")
+    other = H100._replace(name="another", clock=990.0)
+    write(
+        tmp_path / "chip.toml",
+        [Row(cell, other.name, "3.6.0", {}, {"triton 64x64x4x3 splits 1": [9.0] * 3}, {})],
+        other,
+    )
+    found, known = (tomllib.loads(x.read_text())["rates"] for x in (tmp_path / "chip.toml", RATES / "h100.toml"))
+    name = "hopper forward 128 128x128"
+    assert found[name]["step"] == pytest.approx(2 * known[name]["step"], rel=1e-3)
 
 
 def test_rates_of_forward_mode(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..backend.gpu.rates import PARTS
+from ..backend.gpu.rates import PARTS, rates_of_like
 from ..call.device import Device, meta_tensors_on
 from .candidates import Subject, cost_of, plans
 from .fit import Fit, fit
@@ -34,8 +34,9 @@ def fitted(rows: Sequence[Row], device: Device) -> Fit:
 
 
 def write(path: Path, rows: Sequence[Row], device: Device) -> Fit:
-    """Fit the rates of a device, and write them."""
+    """Fit the rates of a device, and write them; those of kernels that no call ran are another chip's, scaled."""
     found = fitted(rows, device)
+    found = found._replace(rates={**rates_of_like(device), **found.rates})
     errors = np.abs(found.errors)
     lines = [
         HEAD, "[chip]", f'name = "{device.name}"', f'arch = "{device.arch}"', f"cores = {device.cores}",

@@ -62,14 +62,24 @@ def products(kernel: re.Match[str]) -> int:
 @functools.cache
 def rates_of(device: Device) -> Rates:
     """The rates of a device: its chip's, or the scaled rates of the nearest chip that was measured."""
-    files = [(file.name, tomllib.loads(file.read_text())) for file in sorted_files()]
-    name, chosen = min(files, key=lambda file: distance(file[1]["chip"], device))
+    name, chosen = min(files(), key=lambda file: distance(file[1]["chip"], device))
     return scaled(chosen, device, f"{FOLDER}/{name}")
 
 
-def sorted_files() -> list[Any]:
+def rates_of_like(device: Device) -> Rates:
+    """The scaled rates of the nearest other chip of the same architecture; none if there is none."""
+    others = [file for file in files() if distance(file[1]["chip"], device)[:2] == (True, 0)]
+    if not others:
+        return Rates({}, "")
+    name, chosen = min(others, key=lambda file: distance(file[1]["chip"], device))
+    return scaled(chosen, device, f"{FOLDER}/{name}")
+
+
+def files() -> list[tuple[str, dict[str, Any]]]:
+    """Names and contents."""
     folder = resources.files("flashtile") / FOLDER
-    return sorted((x for x in folder.iterdir() if x.name.endswith(".toml")), key=lambda x: x.name)
+    found = sorted((x for x in folder.iterdir() if x.name.endswith(".toml")), key=lambda x: x.name)
+    return [(file.name, tomllib.loads(file.read_text())) for file in found]
 
 
 def distance(chip: Mapping[str, Any], device: Device) -> tuple[bool, int, int]:
