@@ -52,7 +52,7 @@ def without_source(cell: Cell) -> Cell:
 
 
 def divided(cells: Sequence[Cell], processes: int) -> list[list[Cell]]:
-    """The cells of each process: as many as others have, with few kernels, and those of forward mode last."""
+    """The cells of each process: as many as others have, of few kernels, with forward mode last."""
     kinds: dict[Any, list[Cell]] = {}
     for cell in cells:
         kinds.setdefault((cell.moves, cell.dtype, cell.head_dim, cell.width_v), []).append(cell)

@@ -34,7 +34,7 @@ def fitted(rows: Sequence[Row], device: Device) -> Fit:
 
 
 def write(path: Path, rows: Sequence[Row], device: Device) -> Fit:
-    """Fit the rates of a device, and write them; those of kernels that no call ran are another chip's, scaled."""
+    """Fit the rates of a device, and write them; kernels that no call ran keep a like chip's rates, scaled."""
     found = fitted(rows, device)
     found = found._replace(rates={**rates_of_like(device), **found.rates})
     errors = np.abs(found.errors)
