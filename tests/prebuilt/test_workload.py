@@ -17,7 +17,7 @@ from flashtile.prebuilt.workload import BACKWARD, DECODING, FORWARD, MOST_ROWS, 
 
 HEADS = 16
 # Head dimension, whether calls are causal, and most kernels of forward, of backward and of a few queries.
-WORKLOADS = ((64, True, (7, 7, 6)), (128, False, (4, 8, 5)))
+WORKLOADS = ((64, True, (7, 6, 6)), (128, False, (4, 6, 5)))
 DRAWN = 30
 
 

@@ -152,8 +152,9 @@ def few_rows(tiles: TileConfig, width: int, problem: Problem, device: Device) ->
     found = [base]
     if p.eight_bit is not None and base.block_n == 64 and 64 < width_of(p) <= 128 and p.seqlen_k >= LONG_OF_EIGHT_BITS:
         found = [within_memory(base._replace(block_n=128), p, device)]
-    if p.eight_bit is None and base.block_m == TRANSPOSED_ROWS and base.block_n == 64 and width_of(p) <= 128:
-        found.append(within_memory(base._replace(block_n=128, num_warps=4), p, device))
+    wide = base.block_m == TRANSPOSED_ROWS and 64 < width_of(p) <= 128 and has_most(p.dtype, device)
+    if wide and base.num_warps == 4 and p.layout == "dense" and p.eight_bit is None:
+        found = [within_memory(base._replace(block_n=128), p, device)]
     if loads_ahead(p, device):
         uneven = p.pages is not None and p.pages.several  # one warp lacks registers for the addresses of pages
         if base.block_m == tables.ONE_WARP.block_m and width_of(p) <= tables.ONE_WARP_WIDTH and not uneven:
