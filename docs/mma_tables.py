@@ -58,6 +58,16 @@ def special() -> str:
     return markdown(("", *columns, *columns), [[name, *cells] for name, cells in found.items()])
 
 
+def packed() -> str:
+    """Time of PyTorch's `varlen_attn` relative to ours."""
+    found: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for cell, times in measured():
+        if cell.lengths and {"flashtile", "torch_varlen"} <= times.keys():
+            name = f"{len(cell.lengths)} sequences, {sum(cell.lengths)} tokens, head dimension {cell.head_dim}"
+            found[name][cell.measure] = f"{times['torch_varlen'] / times['flashtile']:.2f}"
+    return markdown(("", "forward", "backward"), [[name, x["forward"], x["backward"]] for name, x in found.items()])
+
+
 def read_rates() -> str:
     """Time of a plain read relative to decoding's, by page size."""
     with (RESULTS / "read-rate-sm80.csv").open() as file:
@@ -71,4 +81,4 @@ def read_rates() -> str:
     return markdown(("batch", "keys", "head dimension", *names), body)
 
 
-TABLES = {"mma_sync": compared, "mma_sync_special": special, "mma_sync_decode": read_rates}
+TABLES = {"mma_sync": compared, "mma_sync_special": special, "mma_sync_packed": packed, "mma_sync_decode": read_rates}
