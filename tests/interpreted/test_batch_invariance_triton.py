@@ -1,6 +1,6 @@
 """Batch-invariant calls by the Triton kernels, in Triton's interpreter."""
 
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -10,6 +10,7 @@ from neighbors import Sequence, decoded, packed, same_bits
 import flashtile
 from flashtile.backend.triton import support
 from flashtile.backend.triton.plan import candidates
+from flashtile.backend.triton.tile_config import KernelConfig
 from flashtile.dispatch import fast_path, planner
 
 pytestmark = pytest.mark.skipif(not support.interpreted(), reason="needs TRITON_INTERPRET=1")
@@ -36,21 +37,33 @@ def test_cuts(name: str) -> None:
         assert same_bits(rows, (out[start:stop], lse[:, start:stop])), (start, stop)
 
 
-DECODING: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "causal": (FLOAT16, {}),
-    "features": (FLOAT32, {"window": (40, 0), "softcap": 4.0, "sinks": SINKS}),
-    "slopes": (FLOAT16, {"alibi_slopes": torch.tensor([0.1, 0.02])}),
+class Parts(NamedTuple):
+    """How a decoded row's keys are divided: rows of a tile, and the most parts of 32 keys or more."""
+
+    rows: int
+    most: int
+
+
+DECODING: dict[str, tuple[torch.dtype, Parts, dict[str, Any]]] = {
+    "causal": (FLOAT16, Parts(8, 32), {}),
+    "features": (FLOAT32, Parts(16, 32), {"window": (40, 0), "softcap": 4.0, "sinks": SINKS}),
+    "window": (FLOAT16, Parts(8, 1), {"window": (40, 0), "sinks": SINKS}),
+    "slopes": (FLOAT16, Parts(16, 2), {"alibi_slopes": torch.tensor([0.1, 0.02])}),
 }
 
 
 @pytest.mark.parametrize("name", DECODING)
 def test_decoding(name: str) -> None:
-    """In parts of 32 keys, dealt to one program or to three."""
-    dtype, options = DECODING[name]
+    """In parts of 32 keys or, where these are too many, of 64, dealt to one program or to three."""
+    dtype, (rows, most), options = DECODING[name]
     options = options | {"backend": "triton"}
     sequence = Sequence.random(LENGTH, (2, 1), 16, dtype)
+    tile = KernelConfig(rows, 16, 4, 1)
     found = []
-    with mock.patch.multiple(candidates, LEAST_PART=32, KEYS_OF_ROW=1):
+    with (
+        mock.patch.multiple(candidates, LEAST_PART=32, KEYS_OF_ROW=1, MOST_PARTS=most, FILLING=1),
+        mock.patch.object(candidates, "few_rows_tile", return_value=tile),
+    ):
         for programs in (1, 3):
             planner.forget_plans()
             fast_path.forget()

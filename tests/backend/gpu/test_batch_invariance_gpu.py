@@ -2,6 +2,7 @@
 
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from neighbors import Results, Sequence, decoded, neighborhoods, packed, same_bi
 
 import flashtile
 from flashtile.backend.hopper import support as hopper
+from flashtile.backend.hopper.plan import candidates, tables
 from flashtile.backend.triton import support as triton
+from flashtile.dispatch import fast_path, planner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 BACKENDS = [name for name, support in (("hopper", hopper), ("triton", triton)) if support.unusable() is None]
@@ -67,11 +70,35 @@ def test_cuts_of_calls_that_triton_takes(options: dict[str, Any], dtype: torch.d
     assert differing_cuts(Sequence.random(LENGTH, (8, 2), 64, dtype, device="cuda"), options, 5, seed=1) == []
 
 
-def decoded_everywhere(sequence: Sequence, position: int, options: dict[str, Any], seed: int) -> list[Results]:
-    """The row at a position in batches of 1 to 64, by caches, packed and in pages."""
+@pytest.mark.skipif("hopper" not in BACKENDS, reason="tiles of several sizes are Hopper's")
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])
+def test_rows_of_a_tile_change_no_bit(dtype: torch.dtype, features: str) -> None:
+    """The plan may take tiles of 128 or 192 rows of 64 features."""
+    sequence = Sequence.random(LENGTH, (8, 2), 64, dtype, device="cuda")
+    found = []
+    for rows in (128, 192):
+        of_rows = {width: tuple(x for x in ways if x.block_m == rows) for width, ways in tables.FORWARD.items()}
+        planner.forget_plans()
+        fast_path.forget()
+        with mock.patch.object(candidates, "FORWARD", of_rows):
+            found.append(packed(sequence, 0, LENGTH, [(40, 60)], backend="hopper", **on_gpu(FEATURES[features])))
+    planner.forget_plans()
+    fast_path.forget()
+    assert same_bits(*found)
+
+
+def decoded_everywhere(
+    sequence: Sequence,
+    position: int,
+    options: dict[str, Any],
+    seed: int,
+    batches: tuple[int, ...] = (1, 2, 7, 16, 33, 64),
+) -> list[Results]:
+    """The row at a position in some batches, by caches, packed and in pages."""
     draw = random.Random(seed)
     found = []
-    for batch in (1, 2, 7, 16, 33, 64):
+    for batch in batches:
         lengths = [draw.randint(1, draw.choice((129, position, 2 * position))) for _ in range(batch - 1)]
         capacity = max(position + 1, *lengths, 0) + draw.choice((0, 64, 3000))
         found.append(decoded(sequence, position, lengths, -(-capacity // 8) * 8, **options))
@@ -95,6 +122,16 @@ def test_decoding_with_many_parts() -> None:
     sequence = Sequence.random(LONG, (32, 8), 128, BFLOAT16, device="cuda")
     first, *others = decoded_everywhere(sequence, 4700, {}, seed=5)
     assert [same_bits(x, first) for x in others] == [True] * len(others)
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (8, 1), (32, 1)])
+def test_decoding_with_longer_parts(heads: tuple[int, int]) -> None:
+    """Sequences with more keys than the most parts of the least size have longer ones, by their own length."""
+    sequence = Sequence.random(33000, heads, 64, BFLOAT16, device="cuda")
+    for position in (16383, 16384, 32999):
+        for window in (None, (20000, 0)):
+            first, *others = decoded_everywhere(sequence, position, {"window": window}, position, (1, 3, 17))
+            assert [same_bits(x, first) for x in others] == [True] * len(others), (position, window)
 
 
 def test_bits_change_without_it() -> None:

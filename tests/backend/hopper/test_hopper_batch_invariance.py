@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from neighbors import Sequence, packed, same_bits
 
 from flashtile.api.explain import described_call
 from flashtile.backend.hopper import support
-from flashtile.backend.hopper.plan import candidates
+from flashtile.backend.hopper.plan import candidates, tables
+from flashtile.backend.hopper.tile_config import ForwardConfig
 from flashtile.call.device import Device
 from flashtile.call.problem import Problem
+from flashtile.dispatch import fast_path, planner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 H200 = Device("cuda", "NVIDIA H200", "sm_90", 132)
@@ -47,15 +50,35 @@ def problem_of(**options: Any) -> Problem:
     return Problem.describe(described_call(q, q, q, None, None, {"batch_invariant": True} | options))
 
 
-def test_one_candidate_whatever_the_lengths() -> None:
+def test_blocks_of_one_size_whatever_the_lengths() -> None:
+    """Tiles of 64 features may have 128 or 192 rows, whose blocks of keys are alike; keys are never split."""
     given = problem_of(causal=True)
     found = set()
     for batch, rows, keys in ((1, 16, 16), (64, 1000, 200), (2, 8192, 100000)):
         for layout in ("dense", "varlen"):
             problem = replace(given, batch=batch, seqlen_q=rows, seqlen_k=keys, layout=layout).bucketed()
-            found |= {x.compiled for x in candidates.forward(problem, H200)}
-            assert all(x.splits == x.last_splits == 1 for x in candidates.forward(problem, H200))
-    assert len(found) == 1
+            ways = list(candidates.forward(problem, H200))
+            found |= {(x.block_m, x.block_n) for x in ways}
+            assert all(x.splits == x.last_splits == 1 for x in ways)
+    assert found == {(128, 128), (192, 128)}
+
+
+def test_rows_of_a_tile_change_no_bit() -> None:
+    sequence = Sequence.random(LENGTH, (2, 1), 64, torch.bfloat16)
+    found = []
+    for rows in (128, 192):
+        planner.forget_plans()
+        fast_path.forget()
+        with emulated(3, 0), mock.patch.object(candidates, "FORWARD", only(rows)):
+            found.append(packed(sequence, 0, LENGTH, [(40, 60)], backend="hopper"))
+    planner.forget_plans()
+    fast_path.forget()
+    assert same_bits(*found)
+
+
+def only(rows: int) -> dict[tuple[int, int], tuple[ForwardConfig, ...]]:
+    """Configurations whose tiles have so many rows."""
+    return {width: tuple(x for x in found if x.block_m == rows) for width, found in tables.FORWARD.items()}
 
 
 def test_declined() -> None:

@@ -45,12 +45,10 @@ def forward(problem: Problem, device: Device) -> Iterator[ForwardConfig | Float3
         config = float32_tables.CONFIGS[width[0]].forward
         yield from (replace(config, heads_at_once=heads) for heads in forward_orders(problem, config))
         return
-    if problem.batch_invariant:  # one kernel, whatever the lengths; the order of tiles changes no bit
-        config = with_pages(FORWARD[width][0], problem)
-        yield replace(config, heads_at_once=forward_orders(problem, config)[0])
-        return
-    warpgroups = warpgroups_with_room(problem, device, width)
-    for config in FORWARD[width]:
+    warpgroups, configs = warpgroups_with_room(problem, device, width), FORWARD[width]
+    if problem.batch_invariant:  # blocks of one size, in order: neither the rows of a tile nor its turn change a bit
+        configs = tuple(x for x in configs if x.block_n == configs[0].block_n)
+    for config in configs:
         if config.num_warpgroups not in warpgroups:
             continue
         config = with_pages(config, problem)
@@ -62,7 +60,7 @@ def divided(config: ForwardConfig, problem: Problem, device: Device) -> Iterator
     """The configuration with its splits of keys: of all tiles where few, of those after whole waves, or none."""
     yield config
     batch, rows, keys = problem.counts
-    if problem.layout == "varlen":
+    if problem.layout == "varlen" or problem.batch_invariant:
         return
     heads = batch * problem.num_heads_q
     blocks = -(-rows // config.block_m)

@@ -1,5 +1,5 @@
-"""Decoding whose sums depend on a sequence's own keys alone: parts of `PART_KEYS` keys from the first one on, merged in
-their order (He et al., "Defeating Nondeterminism in LLM Inference", 2025).
+"""Decoding whose sums depend on a sequence's own keys alone: parts of whole `PART_KEYS` keys, as many of these as its keys
+need, merged in their order (He et al., "Defeating Nondeterminism in LLM Inference", 2025).
 
 The query heads of a group are the rows of a tile, as in `forward`. Its parts are dealt to any number of programs, and
 the last one to finish merges all of them: who computes a part changes no bit.
@@ -8,19 +8,22 @@ the last one to finish merges all of them: who computes a part changes no bit.
 import triton
 import triton.language as tl
 
-from . import few_rows, softmax
+from . import few_rows, scores, softmax
 from .combine import is_last_split
-from .eight_bit import descales_of_head, scaled_rows
+from .eight_bit import (
+    bf16_remainder, descales_of_head, number_rows, scaled_by_key, scaled_rows, scales_of_tile,
+)  # fmt: skip
 from .forward import Partials, inner_loop
 from .kernel import Pointer, Scalar, kernel
-from .masking import BlockInfo, all_masked, key_blocks, key_bounds
+from .keys import load_k, load_pages, load_v_columns, tile_in_pages
+from .masking import BlockInfo, all_masked, key_blocks, key_bounds, mask_edges
 from .parameters import KeyTensor, Params, QueryTensor, RowTensor, ScaleTensor
-from .products import scaled, zeros
+from .products import Sum, inner_products, scaled, zeros
 from .prologue import batch_index, prologue
 from .rng import block_origin
 from .rows import elements, head_pointer, load_rows, store_rows
 from .sequences import query_tile
-from .softmax import INFINITY, LN2, LOG2E
+from .softmax import INFINITY, LN2, LOG2E, RowState
 
 AT_ONCE = tl.constexpr(16)  # parts that are loaded at once
 
@@ -29,7 +32,7 @@ AT_ONCE = tl.constexpr(16)  # parts that are loaded at once
 def decode_kernel(
     q: QueryTensor, k: KeyTensor, v: KeyTensor, out: QueryTensor, lse: RowTensor, residual: Pointer, partials: Partials,
     params: Params, k_descale: ScaleTensor, v_descale: ScaleTensor, num_programs: Scalar,
-    parts_of_sequence: Scalar, CONFIG: tl.constexpr,
+    most_parts: Scalar, parts_of_sequence: Scalar, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """As `forward_kernel`, for one query of each sequence, with a group of query heads in each tile.
 
@@ -42,7 +45,6 @@ def decode_kernel(
     TRANSPOSED: tl.constexpr = CONFIG.TRANSPOSED
     COMPENSATED: tl.constexpr = CONFIG.COMPENSATED
     NATURAL: tl.constexpr = CONFIG.NATURAL
-    V_SCALES: tl.constexpr = CONFIG.V_SCALES
     PART_KEYS: tl.constexpr = CONFIG.PART_KEYS
     IN_RANGE: tl.constexpr = CONFIG.PAGE_SIZE == 0
     D: tl.constexpr = CONFIG.HEAD_DIM
@@ -67,32 +69,101 @@ def decode_kernel(
         blocks = key_blocks(params, work.start // PACK_GQA, last, info.shift, kv.seqlen, CONFIG.BLOCK_N)
         bounds = key_bounds(params, rows, info.shift, kv.seqlen)
         origin = block_origin(params.dropout)
-        first = (blocks.lo - origin) // PART_KEYS
-        stop = tl.where(blocks.hi > blocks.lo, tl.cdiv(blocks.hi - origin, PART_KEYS), first)
-        slot = first_slot(lengths, work.sequence, kv.seqlen.offset, parts_of_sequence, PART_KEYS)
-        for part in range(first + program, stop, num_programs):
-            of_part = blocks_of_part(blocks, origin + part * PART_KEYS, PART_KEYS)
-            acc = few_rows.zeros(BLOCK_M, DV) if TRANSPOSED else zeros(BLOCK_M, DV, COMPENSATED)
-            state = softmax.init(None, head, False, info.factor, acc, BLOCK_M, COMPENSATED, NATURAL)
-            if TRANSPOSED:
-                state = few_rows.inner_loop(state, of_part, q_i, rows, kv, descales, params, info, bounds, CONFIG)
-            else:
+        size = PART_KEYS * tl.maximum(tl.cdiv(blocks.hi - blocks.lo, PART_KEYS * most_parts), 1)
+        first = (blocks.lo - origin) // size
+        stop = tl.where(blocks.hi > blocks.lo, tl.cdiv(blocks.hi - origin, size), first)
+        slot = first_slot(lengths, work.sequence, kv.seqlen.offset, parts_of_sequence, PART_KEYS) - first
+        share = tl.cdiv(stop - first, num_programs)
+        begin = tl.minimum(first + program * share, stop)
+        end = tl.minimum(begin + share, stop)
+        if TRANSPOSED:
+            own = blocks_of_parts(blocks, origin, begin, end, size)
+            transposed_parts(
+                partials, slot, begin, own, origin, size, q_i, rows, head, exists, kv, descales, params, info, bounds,
+                CONFIG,
+            )  # fmt: skip
+        else:
+            for part in range(begin, end):
+                of_part = blocks_of_parts(blocks, origin, part, part + 1, size)
+                acc = zeros(BLOCK_M, DV, COMPENSATED)
+                state = softmax.init(None, head, False, info.factor, acc, BLOCK_M, COMPENSATED, NATURAL)
                 state = inner_loop(
                     state, all_masked(of_part), 0, q_i, rows, kv, descales, params, info, bounds, True, IN_RANGE,
                     CONFIG, of_part,
                 )  # fmt: skip
-            weight, part_lse, part_residual = softmax.finalize(state, info.factor, COMPENSATED, NATURAL)
-            if params.dropout.threshold is not None:
-                weight *= params.dropout.keep_scale
-            weight = scaled_rows(weight, state.l.total, descales.v, V_SCALES)
-            out_i = scaled(few_rows.transposed(state.acc, DV) if TRANSPOSED else state.acc, weight[:, None], DV)
-            partial_row = (slot + part) * lengths.num_heads_q + head
-            store_rows(partials.partial_out + partial_row[:, None] * DV.WIDTH, out_i, exists, DV)
-            tl.store(partials.partial_lse + partial_row, part_lse, mask=exists)
-            if NATURAL:
-                tl.store(partials.partial_residual + partial_row, part_residual, mask=exists)
+                store_part(partials, slot + part, state, head, exists, descales, params, info, CONFIG)
         if is_last_split(partials.semaphores + tile, num_programs):
             merge_parts(partials, out, lse, residual, params, b, work, slot, first, stop, CONFIG)
+
+
+@triton.jit
+def transposed_parts(
+    partials, slot, part, blocks, origin, size, q_i, rows, head, exists, kv, descales, params, info, bounds,
+    CONFIG: tl.constexpr,
+):  # fmt: skip
+    """As `few_rows.inner_loop`, for parts from `part` on in one loop: loads of the next part begin before this one ends."""
+    K_SCALES: tl.constexpr = CONFIG.K_SCALES
+    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
+    D: tl.constexpr = CONFIG.HEAD_DIM
+    DV: tl.constexpr = CONFIG.HEAD_DIM_V
+    IN_RANGE: tl.constexpr = CONFIG.PAGE_SIZE == 0
+    KEYS: tl.constexpr = q_i.a.dtype
+    VALUES: tl.constexpr = KEYS if CONFIG.VALUES == "" else tl.float32 if CONFIG.VALUES == "fp32" else tl.bfloat16
+    n = tl.arange(0, BLOCK_N)
+    m, acc = tl.full([BLOCK_M], -float("inf"), tl.float32), few_rows.zeros(BLOCK_M, DV)
+    l = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)  # noqa: E741
+    none = Sum(tl.zeros([BLOCK_M], tl.float32), 0.0)
+    pages = 0
+    if CONFIG.PAGE_SIZE > 0:
+        pages = load_pages(kv, blocks.lo, CONFIG)
+    for start_n in range(blocks.lo, blocks.hi, BLOCK_N):
+        tile = tile_in_pages(kv, start_n, pages, CONFIG)
+        if CONFIG.PAGE_SIZE > 0:
+            pages = load_pages(kv, start_n + BLOCK_N, CONFIG)
+        in_sequence = tile.exists
+        if IN_RANGE and params.lengths.leftpad_k is None:
+            in_sequence = n < kv.seqlen.end - start_n
+        keys, keys_exist = (start_n + n)[:, None], in_sequence[:, None]
+        k_j = number_rows(load_k(kv, tile, in_sequence, CONFIG), KEYS, D, CONFIG)  # [N, D]
+        k_scale = scales_of_tile(descales.k, kv, tile, start_n, K_SCALES, CONFIG)
+        kq = scaled_by_key(inner_products(k_j, q_i, D, CONFIG), k_scale, K_SCALES, 1)  # [N, M]
+        t = scores.forward(kq, params, info, rows, keys, keys_exist, False).t
+        t = mask_edges(t, -INFINITY, bounds, blocks, start_n, params, info, rows, keys, keys_exist, IN_RANGE)
+        m, alpha, p = softmax.update(RowState(m, none, acc), t, info.factor, False, CONFIG.NATURAL, AXIS=0)
+        l = l * alpha[None, :] + p  # noqa: E741
+        if CONFIG.V_SCALES == "key":
+            v_scale = scales_of_tile(descales.v, kv, tile, start_n, "key", CONFIG)
+            p = scaled_by_key(p, v_scale, "key", 1)
+        v_j = number_rows(load_v_columns(kv, tile, in_sequence, CONFIG), VALUES, DV, CONFIG)  # [Dv, N]
+        acc = few_rows.add_columns(acc, alpha[None, :], p, v_j, DV)
+        if CONFIG.VALUES == "bf16x2":
+            acc = few_rows.add_columns(acc, 1.0, bf16_remainder(p), v_j, DV)
+        if start_n + BLOCK_N >= tl.minimum(origin + (part + 1) * size, blocks.hi):
+            state = RowState(m, Sum(tl.sum(l, 0), 0.0), acc)
+            store_part(partials, slot + part, state, head, exists, descales, params, info, CONFIG)
+            part += 1
+            m, acc = tl.full([BLOCK_M], -float("inf"), tl.float32), few_rows.zeros(BLOCK_M, DV)
+            l = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)  # noqa: E741
+
+
+@triton.jit
+def store_part(partials, slot, state, head, exists, descales, params, info, CONFIG: tl.constexpr):
+    """Store the results of one part of keys."""
+    NATURAL: tl.constexpr = CONFIG.NATURAL
+    COMPENSATED: tl.constexpr = CONFIG.COMPENSATED
+    DV: tl.constexpr = CONFIG.HEAD_DIM_V
+    V_SCALES: tl.constexpr = CONFIG.V_SCALES
+    weight, part_lse, part_residual = softmax.finalize(state, info.factor, COMPENSATED, NATURAL)
+    if params.dropout.threshold is not None:
+        weight *= params.dropout.keep_scale
+    weight = scaled_rows(weight, state.l.total, descales.v, V_SCALES)
+    out_i = scaled(few_rows.transposed(state.acc, DV) if CONFIG.TRANSPOSED else state.acc, weight[:, None], DV)
+    partial_row = slot * params.lengths.num_heads_q + head
+    store_rows(partials.partial_out + partial_row[:, None] * DV.WIDTH, out_i, exists, DV)
+    tl.store(partials.partial_lse + partial_row, part_lse, mask=exists)
+    if NATURAL:
+        tl.store(partials.partial_residual + partial_row, part_residual, mask=exists)
 
 
 @triton.jit
@@ -105,10 +176,10 @@ def first_slot(lengths, sequence, first_key, parts_of_sequence, PART_KEYS: tl.co
 
 
 @triton.jit
-def blocks_of_part(blocks, start, PART_KEYS: tl.constexpr):
-    """The blocks of the part that begins at key `start`."""
-    lo = tl.minimum(tl.maximum(blocks.lo, start), blocks.hi)
-    hi = tl.maximum(tl.minimum(blocks.hi, start + PART_KEYS), lo)
+def blocks_of_parts(blocks, origin, begin, end, size):
+    """The blocks of the parts `begin..end`."""
+    lo = tl.minimum(tl.maximum(blocks.lo, origin + begin * size), blocks.hi)
+    hi = tl.maximum(tl.minimum(blocks.hi, origin + end * size), lo)
     return BlockInfo(
         lo, tl.minimum(tl.maximum(blocks.full_lo, lo), hi), tl.minimum(tl.maximum(blocks.full_hi, lo), hi), hi
     )
@@ -123,7 +194,7 @@ def merge_parts(partials, out, lse, residual, params, b, work, slot, first, stop
     NATURAL: tl.constexpr = CONFIG.NATURAL
     DV: tl.constexpr = CONFIG.HEAD_DIM_V.WIDTH
     WIDTH: tl.constexpr = triton.next_power_of_2(DV)
-    ROWS: tl.constexpr = min(CONFIG.BLOCK_M, max(1, 32 * CONFIG.NUM_WARPS * 8 // WIDTH))
+    ROWS: tl.constexpr = min(CONFIG.BLOCK_M, max(1, 32 * CONFIG.NUM_WARPS * 4 // WIDTH))
     out_b = out.data + b * elements(out.stride_b, CONFIG.ALIGN)
     lse_b = b * elements(lse.stride_b, 1) + work.offset
     stride_out_h, stride_out_m = elements(out.stride_h, CONFIG.ALIGN), elements(out.stride_m, CONFIG.ALIGN)

@@ -28,6 +28,7 @@ from ...scalars import (
     window_numbers,
 )
 from ..constants import TRANSPOSED_ROWS, Constants, HeadDim
+from ..plan.candidates import most_parts
 from ..tile_config import KernelConfig
 from . import eight_bit
 
@@ -285,25 +286,31 @@ def seqlen_scalars(call: Call) -> dict[str, Any]:
 
 
 def part_scalars(call: Call, part_keys: int, programs: int) -> dict[str, Any]:
-    """Scalars of decoding in parts of keys: programs of a tile, and parts of a sequence, `None` of packed keys."""
+    """Scalars of decoding in parts of keys: programs of a tile, the most parts, and slots of a sequence, `None` of packed
+    keys.
+    """
     return {
         "num_programs": programs,
-        "parts_of_sequence": None if call.layout == "varlen" else most_parts(call, part_keys),
+        "most_parts": most_parts(num_heads_k(call)),
+        "parts_of_sequence": None if call.layout == "varlen" else slots_of_sequence(call, part_keys),
     }
 
 
-def most_parts(call: Call, part_keys: int) -> int:
-    """Parts of one sequence's keys. With dropout, the first one begins up to 7 keys before them."""
+def slots_of_sequence(call: Call, part_keys: int) -> int:
+    """Slots of one sequence's parts. What it sees may begin and end within one; with dropout, the first part begins up to
+    7 keys before the first key.
+    """
     given = seqlen_scalars(call)
-    return max(1, -(-(min(given["total_k"], given["max_seqlen_k"]) + 7) // part_keys))
+    parts = -(-(min(given["total_k"], given["max_seqlen_k"]) + 7) // part_keys)
+    return max(1, min(parts, most_parts(num_heads_k(call)) + 1))
 
 
 def num_slots(call: Call, part_keys: int) -> int:
-    """Parts of all sequences."""
+    """Slots of the parts of all sequences."""
     given = seqlen_scalars(call)
     if call.layout == "varlen":
         return given["total_k"] // part_keys + given["batch"] + 1  # type: ignore[no-any-return]
-    return max(given["batch"], 1) * most_parts(call, part_keys)  # type: ignore[no-any-return]
+    return max(given["batch"], 1) * slots_of_sequence(call, part_keys)  # type: ignore[no-any-return]
 
 
 def paged_seqlens(recorder: Recorder, call: Call) -> Tensor:

@@ -29,6 +29,7 @@ MOST_KEYS = 2**16  # keys of a row of products, which one program reads
 PAIRS_BYTES = 4096  # shared memory beside rows and probabilities, for a feature of few rows
 LEAST_PART, KEYS_OF_ROW = 512, 64  # keys of a part at least, and for each row: results of parts are 2% of the keys
 LEAST_STEPS = 4  # steps in each part of a walk
+MOST_PARTS, FILLING = 32, 256  # parts of a sequence, and of all key heads of one
 SHORT = 64  # rows and keys of a sequence that is one small tile
 MOST_WITH_FEATURES = 64  # rows or keys of a block; a feature of each pair makes larger ones spill
 SHORT_PAIRS, INTERPRETER_PAIRS = 64 * 128, 16 * 16  # pairs of a tile that is a whole sequence in backward
@@ -175,7 +176,8 @@ def batch_invariant(
     tiles: TileConfig, width: int, problem: Problem, device: Device
 ) -> Iterator[tuple[TileConfig, int]]:
     """The tile of batch-invariant calls of these heads and features, in any layout; of decoding, with any number of
-    programs, among which parts of keys are dealt.
+    programs, among which parts of keys are dealt. A part has `part_keys`, or whole multiples where a sequence has more keys than
+    `most_parts` of them.
     """
     p = problem
     if not p.decodes:
@@ -187,8 +189,14 @@ def batch_invariant(
     part_keys = max(LEAST_PART, KEYS_OF_ROW * power_of_two(group))
     programs = max(1, -(-group // tile.block_m) * p.num_heads_kv * p.batch)
     slots = device.cores * programs_of_core(p, device, tile)
-    for n in (1, *splits_that_fill(SPLITS, programs, slots, -(-p.seqlen_k // part_keys))):
+    parts = min(-(-p.seqlen_k // part_keys), most_parts(p.num_heads_kv))
+    for n in (1, *splits_that_fill(SPLITS, programs, slots, parts)):
         yield tiles._replace(forward=tile, pack_gqa=group, part_keys=part_keys), n
+
+
+def most_parts(key_heads: int) -> int:
+    """Parts of a sequence's keys at most: more where few key heads leave cores without work."""
+    return max(MOST_PARTS, min(2 * MOST_PARTS, FILLING // max(key_heads, 1)))
 
 
 def width_of(problem: Problem) -> int:
