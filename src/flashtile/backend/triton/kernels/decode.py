@@ -1,5 +1,5 @@
-"""Decoding whose sums depend on a sequence's own keys alone: parts of whole `PART_KEYS` keys, as many of these as its keys
-need, merged in their order (He et al., "Defeating Nondeterminism in LLM Inference", 2025).
+"""Decoding whose sums depend on a sequence's own keys alone: equal parts of its keys from the first one on, merged in
+their order (He et al., "Defeating Nondeterminism in LLM Inference", 2025).
 
 The query heads of a group are the rows of a tile, as in `forward`. Its parts are dealt to any number of programs, and
 the last one to finish merges all of them: who computes a part changes no bit.
@@ -11,7 +11,12 @@ import triton.language as tl
 from . import few_rows, scores, softmax
 from .combine import is_last_split
 from .eight_bit import (
-    bf16_remainder, descales_of_head, number_rows, scaled_by_key, scaled_rows, scales_of_tile,
+    bf16_remainder,
+    descales_of_head,
+    number_rows,
+    scaled_by_key,
+    scaled_rows,
+    scales_of_tile,
 )  # fmt: skip
 from .forward import Partials, inner_loop
 from .kernel import Pointer, Scalar, kernel
@@ -101,7 +106,7 @@ def transposed_parts(
     partials, slot, part, blocks, origin, size, q_i, rows, head, exists, kv, descales, params, info, bounds,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """As `few_rows.inner_loop`, for parts from `part` on in one loop: loads of the next part begin before this one ends."""
+    """As `few_rows.inner_loop`, of parts from `part` on: loads of the next part begin before this one ends."""
     K_SCALES: tl.constexpr = CONFIG.K_SCALES
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N

@@ -286,8 +286,8 @@ def seqlen_scalars(call: Call) -> dict[str, Any]:
 
 
 def part_scalars(call: Call, part_keys: int, programs: int) -> dict[str, Any]:
-    """Scalars of decoding in parts of keys: programs of a tile, the most parts, and slots of a sequence, `None` of packed
-    keys.
+    """Scalars of decoding in parts of keys: programs of a tile, the most parts of a sequence, and its slots, `None` of
+    packed keys.
     """
     return {
         "num_programs": programs,
@@ -297,8 +297,8 @@ def part_scalars(call: Call, part_keys: int, programs: int) -> dict[str, Any]:
 
 
 def slots_of_sequence(call: Call, part_keys: int) -> int:
-    """Slots of one sequence's parts. What it sees may begin and end within one; with dropout, the first part begins up to
-    7 keys before the first key.
+    """Slots of one sequence's parts. The keys that it sees may begin and end within one; with dropout, the first part
+    begins up to 7 keys before them.
     """
     given = seqlen_scalars(call)
     parts = -(-(min(given["total_k"], given["max_seqlen_k"]) + 7) // part_keys)

@@ -176,8 +176,8 @@ def batch_invariant(
     tiles: TileConfig, width: int, problem: Problem, device: Device
 ) -> Iterator[tuple[TileConfig, int]]:
     """The tile of batch-invariant calls of these heads and features, in any layout; of decoding, with any number of
-    programs, among which parts of keys are dealt. A part has `part_keys`, or whole multiples where a sequence has more keys than
-    `most_parts` of them.
+    programs, among which parts of keys are dealt. Parts have `part_keys`, or a multiple of them where there would be
+    more than `most_parts`.
     """
     p = problem
     if not p.decodes:
