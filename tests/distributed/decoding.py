@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import flashtile
 from flashtile.distributed import attention_with_kvcache, shard
-from flashtile.testing.case import Case
+from flashtile.testing.case import CACHES, Case
+from flashtile.testing.eight_bit import with_eight_bits
 
 BATCH, HEADS, KV_HEADS, D, DV, SIZE = 3, 4, 2, 16, 24, 7  # SIZE: positions of a rank, where all have as many
 
@@ -31,6 +32,9 @@ def calls(room: int) -> list[dict[str, Any]]:
         {"rows": 9, "new": SIZE + 2, "causal": True, "mask": random(BATCH, 1, 9, room, seed=1) > -0.7},
         {"rows": 4, "new": 1, "bias": random(1, HEADS, 1, room), "alibi_slopes": random(BATCH, HEADS).abs()},
         {"rows": 2, "new": 2, "mask": torch.tensor([True, False, True])[:, None, None, None], "scale": 0.3},
+        {"rows": 1, "new": 1, "causal": True, "stored": (torch.float8_e4m3fn, "heads")},
+        {"rows": 2, "new": 4, "softcap": 2.0, "stored": (torch.int8, "tokens")},
+        {"rows": 3, "new": SIZE + 1, "causal": True, "stored": (torch.float8_e5m2, "sequences")},
     ]
 
 
@@ -60,24 +64,34 @@ def step(
 ) -> None:
     """Compare a call's results with the oracle's, and its caches with those of one device. `number` names the call."""
     rows, new = counts
-    whole = [random(BATCH + 1, KV_HEADS, room, D, seed=number), random(BATCH + 1, KV_HEADS, room, DV, seed=9)]
-    given = {"cache_seqlens": torch.tensor(lengths, dtype=torch.int32), **features}
-    if new > 0:
-        given |= {"k": random(BATCH, KV_HEADS, new, D, seed=3), "v": random(BATCH, KV_HEADS, new, DV, seed=4)}
+    features = dict(features)
+    stored = features.pop("stored", None)  # a dtype of 8 bits, and the kind of its scales
     q, dout = random(BATCH, HEADS, rows, D, seed=5), random(BATCH, HEADS, rows, DV, seed=6)
-    arguments = {"q": q, "k_cache": whole[0].clone(), "v_cache": whole[1].clone(), **given}
-    local = [shard(x, mesh, 2, length=room) for x in whole]
+    arguments = {
+        "q": q,
+        "k_cache": random(BATCH + 1, KV_HEADS, room, D, seed=number),
+        "v_cache": random(BATCH + 1, KV_HEADS, room, DV, seed=9),
+        "cache_seqlens": torch.tensor(lengths, dtype=torch.int32),
+        **features,
+    }
+    if new > 0:
+        arguments |= {"k": random(BATCH, KV_HEADS, new, D, seed=3), "v": random(BATCH, KV_HEADS, new, DV, seed=4)}
+    case = Case("attention_with_kvcache", arguments, dout, description=f"{stored}", forward_only=True)
+    if stored is not None:
+        case = with_eight_bits(case, stored[0], stored[1], stored[1], torch.Generator().manual_seed(7))
+    given = dict(case.arguments)
+    whole = {name: given[name].clone() for name in CACHES if name in given and given[name].shape[2:3] == (room,)}
+    local = {name: shard(x, mesh, 2, length=room) for name, x in whole.items()}
     compared = number % 3 == 0
     place = {"mesh": mesh, "check": compared, "length": None if room % mesh.size() == 0 or compared else room}
     with contextlib.nullcontext() if compared else without_objects():
-        results = attention_with_kvcache(q, *local, return_lse=True, **place, **given)
-    name = f"{features} {lengths} of {room}"
-    case = Case("attention_with_kvcache", arguments, dout, description=name, forward_only=True)
+        results = attention_with_kvcache(**given | local, return_lse=True, **place)
+    name = f"{features} {stored} {lengths} of {room}"
     check(case, dict(zip(("out", "lse"), results, strict=True)))
     if new > 0:
-        flashtile.attention_with_kvcache(q, *whole, **given)
-        for x, cache in zip(local, whole, strict=True):
-            assert torch.equal(x, shard(cache, mesh, 2, length=room)), name
+        flashtile.attention_with_kvcache(**given | whole)
+        for part, x in whole.items():
+            assert torch.equal(local[part].float(), shard(x, mesh, 2, length=room).float()), (name, part)
 
 
 def refused(mesh: DeviceMesh) -> None:
@@ -166,7 +180,9 @@ def refused_alone(mesh: DeviceMesh) -> None:
         (cache, {"length": -1}, "length"),
         (cache, {"length": 0}, "as `shard` cuts them"),
         (nothing, {}, "room for at least one key"),
-        (cache.to(torch.float8_e4m3fn), {}, "sharded caches have no scales"),
+        (cache, {"k_descale": torch.ones(2)}, "None for keys of torch.float32"),
+        (cache.to(torch.int8), {"k_descale": torch.ones(1, 2, ranks * SIZE)}, f"S_max = {SIZE}"),
+        (cache.to(torch.int8), {"v_descale": torch.ones(2).double()}, "float32"),
     ]
     for x, given, words in wrong:
         with pytest.raises(flashtile.ArgumentError, match=words):

@@ -144,11 +144,7 @@ def check_cache(cache: CacheTensors, features: Tensors, *, v_dim: int | None = N
             fail(name, f"int32 (or int64), {rank} dimension{'s' * (rank > 1)}, the first {n}")
     if not paged and cache.cache_batch_idx is None and cache.k_cache.shape[0] < batch:
         fail("k_cache", f"at least {batch} rows, or cache_batch_idx")
-    for name in DESCALES:
-        if (x := getattr(cache, name)) is not None:
-            descale(name, x, cache.k_cache, batch, paged=paged, example=EXAMPLE)
-            if cache.k is not None and is_by_token(x, cache.k_cache):
-                check_written_descale(name, x)
+    check_descales(cache, batch)
     if v_dim is not None and cache.v is not None:
         fail("v", "None with v_dim: the new values are columns of k")
     if v_dim is None and (cache.k is None) != (cache.v is None):
@@ -169,6 +165,15 @@ def check_cache(cache: CacheTensors, features: Tensors, *, v_dim: int | None = N
             fail(name, f"[S_rotary, rotary_dim / 2] with rotary_dim at most {q.shape[-1]}, alike for cos and sin")
         if x.dtype not in (q.dtype, torch.float32):
             fail(name, f"dtype {q.dtype} or float32")
+
+
+def check_descales(cache: CacheTensors, batch: int, example: str = EXAMPLE) -> None:
+    """The scales of caches of 8 bits, and whether those of new tokens can be written."""
+    for name in DESCALES:
+        if (x := getattr(cache, name)) is not None:
+            descale(name, x, cache.k_cache, batch, paged=cache.page_table is not None, example=example)
+            if cache.k is not None and is_by_token(x, cache.k_cache):
+                check_written_descale(name, x)
 
 
 def check_written_descale(name: str, x: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..call.cache_tensors import CacheTensors
 from ..call.call import FEATURES, Call, Settings
+from ..call.eight_bit import DESCALES, is_by_token
 from ..errors import AttentionError
 from ..expression import mask_mod_formula, score_mod_formula
 from .group import Grid
@@ -64,6 +65,8 @@ class Description(NamedTuple):
     def of_step(cls, call: Call, cache: CacheTensors, length: int | None) -> "Description":
         """A decoding step's. All ranks have all of its tensors, but of the caches, whose positions are `num_keys`."""
         caches = {"k_cache": cache.k_cache, "v_cache": cache.v_cache}
+        descales = {name: x for name in DESCALES if (x := getattr(cache, name)) is not None}
+        caches |= {name: x for name, x in descales.items() if is_by_token(x, cache.k_cache)}
         common = {name: x for name, x in cache._asdict().items() if x is not None and name not in caches}
         common |= {name: x for name in FEATURES if (x := getattr(call.tensors, name)) is not None}
         shapes = {name: (*x.shape, str(x.dtype)) for name, x in common.items()}

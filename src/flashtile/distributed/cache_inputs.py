@@ -11,8 +11,7 @@ from ..call import check, device
 from ..call.cache import CacheCall, as_pages
 from ..call.cache_tensors import CACHE_INDICES, CacheTensors, appended
 from ..call.call import Call, with_copies
-from ..call.check_cache import check_cache, check_values, check_writable
-from ..call.eight_bit import is_eight_bit
+from ..call.check_cache import check_cache, check_descales, check_values, check_writable
 from ..call.problem import Problem
 from ..call.sharding import is_dtensor
 from ..dispatch import fast_path
@@ -62,9 +61,6 @@ def normalized(tensors: dict[str, Any], cache: CacheTensors, keywords: dict[str,
     for name, x in (*tensors.items(), *cache._asdict().items()):
         if is_dtensor(x):
             raise ArgumentError(name, x, "a tensor of this rank, no DTensor: `x.to_local()`", EXAMPLE)
-    for name, x in (("k_cache", cache.k_cache), ("v_cache", cache.v_cache)):
-        if isinstance(x, Tensor) and is_eight_bit(x):
-            raise ArgumentError(name, x, "the dtype of q: sharded caches have no scales", EXAMPLE)
     if tensors["mask"] is not None and not isinstance(tensors["mask"], Tensor):
         raise ArgumentError("mask", tensors["mask"], "a bool tensor, with the keys of all ranks", EXAMPLE)
     if not isinstance(cache.cache_seqlens, Tensor):
@@ -118,9 +114,11 @@ def check_against_room(call: Call, cache: CacheTensors, room: int) -> None:
     if known and not host_readable:
         return
     t, more = call.tensors, room - cache.k_cache.shape[2] if cache.k_cache.dim() == 4 else 0
-    whole = cache._replace(k_cache=longer(cache.k_cache, more), v_cache=longer(cache.v_cache, more))
+    caches = {name: longer(getattr(cache, name), more) for name in ("k_cache", "v_cache")}
+    whole = cache._replace(**caches, k_descale=None, v_descale=None)
     if not known:
         check_cache(whole, t)
+        check_descales(cache, t.q.shape[0], EXAMPLE)
     k, v, table = as_pages(whole, t.q.shape[0])
     total = whole.cache_seqlens.long() + appended(whole, t)
     if host_readable:

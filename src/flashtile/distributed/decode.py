@@ -12,6 +12,7 @@ from ..api.signatures import Causal, Lengths, WindowArgument
 from ..call.cache import CacheCall
 from ..call.cache_tensors import CacheTensors, held
 from ..call.call import Call, new_rows
+from ..call.eight_bit import bits, is_by_token, is_eight_bit, own_scales, quantize
 from ..call.problem import accumulation_dtype
 from ..dispatch import fast_path
 from ..dispatch.cache_operator import run_with_cache
@@ -33,6 +34,8 @@ def attention_with_kvcache(
     check: bool = False,
     k: Tensor | None = None,
     v: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     causal: Causal = False,
     window: WindowArgument = None,
     mask: Tensor | None = None,
@@ -73,6 +76,8 @@ def attention_with_kvcache(
         check: compare shapes, arguments and values of all ranks first, and raise on all of them where they differ. This
             waits for the device. Without it, ranks that differ end in the process group's timeout, or in wrong results.
         k, v: keys and values to append, `[B, Hkv, S_new, D]` and Dv. The ranks that hold their positions write them.
+        k_descale, v_descale: scales of caches of 8 bits, float32: `[Hkv]` or `[B, Hkv]`, the same on all ranks, or this
+            rank's positions `[B_cache, Hkv, S]` of one for each token and head, which are written to.
         mask, bias: tensors that broadcast to `[B, Hq, Sq, length]`, with the keys of all ranks.
         alibi_slopes: `[Hq]` or `[B, Hq]`.
 
@@ -93,7 +98,9 @@ def attention_with_kvcache(
     grid = grid_of(mesh)
     if mesh.ndim != 1:
         raise ArgumentError("mesh", mesh, "a DeviceMesh with one dimension", EXAMPLE)
-    cache = CacheTensors(k_cache, v_cache, cache_seqlens, k=k, v=v)  # type: ignore[arg-type]
+    cache = CacheTensors(
+        k_cache, v_cache, cache_seqlens, k=k, v=v, k_descale=k_descale, v_descale=v_descale  # type: ignore[arg-type]
+    )  # fmt: skip
     tensors = {"q": q, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
     keywords = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "num_splits": num_splits,
@@ -144,13 +151,19 @@ def call_of_rank(step: Step) -> CacheCall:
     )
     settings = step.call.settings._replace(window_left=None, window_right=None)
     lengths = (total - step.piece.start).clamp(0, size).to(torch.int32)
+    descales = [
+        x.new_ones(*x.shape[:2], 1) if size == 0 and x is not None and is_by_token(x, cache.k_cache) else x
+        for x in (cache.k_descale, cache.v_descale)
+    ]
     call = Call(tensors, settings, is_plain_eager=step.call.is_plain_eager)
-    return CacheCall(call, CacheTensors(k, v, lengths), DEFAULT_ROTARY)
+    of_rank = CacheTensors(k, v, lengths, k_descale=descales[0], v_descale=descales[1])
+    return CacheCall(call, of_rank, DEFAULT_ROTARY)
 
 
 def append(cache: CacheTensors, start: Tensor) -> None:
     """Write the rows of the new keys and values `[B, H, S_new, D]` into the caches `[B_cache, H, S, D]` whose
-    positions, from `start [B]` on, exist in them. No two elements that are written have one place.
+    positions, from `start [B]` on, exist in them, quantized if these have 8 bits. No two elements that are written have
+    one place.
     """
     assert cache.k is not None
     count, size, device = cache.k.shape[2], cache.k_cache.shape[2], start.device
@@ -162,15 +175,33 @@ def append(cache: CacheTensors, start: Tensor) -> None:
     if width > 1:
         place = place + torch.arange(width, device=device)
     source = place - start[:, None]
-    exists = (source == 0 if count == 1 else (source >= 0) & (source < count))[:, :, None, None]
+    exists = source == 0 if count == 1 else (source >= 0) & (source < count)
     source = source.clamp(0, count - 1)
-    for old, new in ((cache.k_cache, cache.k), (cache.v_cache, cache.v)):
-        assert new is not None
-        # [B, S, H, D]
-        old, new = old[: new.shape[0]].transpose(1, 2), new.transpose(1, 2)
+
+    def write(old: Tensor, new: Tensor) -> None:
+        """Write `new [B, H, S_new, ...]` into `old [B_cache, H, S, ...]`."""
+        old, new = old[: new.shape[0]].transpose(1, 2), new.transpose(1, 2)  # [B, S, H, ...]
         chosen = new if count == 1 else new[row, source]
+        own = exists.view(*exists.shape, *[1] * (new.dim() - 2))
         # Not `scatter_`, which on a CPU takes time in proportion to the cache.
-        old.index_put_((row, place), torch.where(exists, chosen, old[row, place]))
+        old.index_put_((row, place), torch.where(own, chosen, old[row, place]))
+
+    for old, new, descale in (
+        (cache.k_cache, cache.k, cache.k_descale),
+        (cache.v_cache, cache.v, cache.v_descale),
+    ):
+        assert new is not None
+        if not is_eight_bit(old):
+            write(old, new)
+            continue
+        scale: Tensor | float = 1.0
+        if descale is not None and is_by_token(descale, old):
+            scale = own_scales(new, old.dtype)
+            write(descale, scale)
+            scale = scale[..., None]
+        elif descale is not None:
+            scale = descale.reshape(-1, new.shape[1], 1, 1)  # of heads, or of sequences and heads
+        write(bits(old), bits(quantize(new, scale, old.dtype)))
 
 
 def of_pairs(step: Step, total: Tensor, first: int, size: int) -> tuple[Tensor | None, Tensor | None]:
