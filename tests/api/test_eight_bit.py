@@ -235,13 +235,58 @@ def pages() -> Arguments:
     return given | {"seqused_k": int32(9, 16), "page_table": table, "causal": True} | descales
 
 
-def test_packed_mistakes() -> None:
+def packed(dtype: torch.dtype = E5M2) -> Arguments:
+    """Sequences of 4, 0 and 7 keys one after another, of which 6 of the last one are in use."""
+    k, v = (torch.randn(12, 2, 16).to(dtype) for _ in range(2))
+    given = {"q": torch.randn(6, 4, 16), "k": k, "v": v, "cu_seqlens_q": int32(0, 2, 3, 6), "causal": True}
+    return given | {"cu_seqlens_k": int32(0, 4, 4, 11), "seqused_k": int32(4, 0, 6)}
+
+
+@pytest.mark.parametrize(("dtype", "backend"), [(E4M3, "reference"), (E5M2, "tiled"), (INT8, "cpu")])
+def test_packed_keys(dtype: torch.dtype, backend: str) -> None:
+    """The results of dequantized keys, for scales of heads, sequences and tokens, also where no key is."""
+    given = packed(dtype)
+    sequence = torch.tensor([0] * 4 + [2] * 8)  # of each token
+    for k_descale in (None, torch.rand(2), torch.rand(3, 2), torch.rand(2, 12)):
+        v_descale = torch.rand(2, 12)
+        v_descale[:, 10:] = torch.nan  # of keys that are not in use
+        of_tokens: Tensor | float = 1.0 if k_descale is None else k_descale
+        if k_descale is not None and k_descale.dim() == 2:
+            of_tokens = k_descale[sequence] if len(k_descale) == 3 else k_descale.t()
+        k = given["k"].float() * (of_tokens if isinstance(of_tokens, float) else of_tokens[..., None])
+        wide = given | {"k": k, "v": given["v"].float() * v_descale.t()[..., None]}
+        descales = {"k_descale": k_descale, "v_descale": v_descale}
+        for more in ({}, {"max_seqlen_k": 7, "max_seqlen_q": 3}):
+            found = flashtile.attention_varlen(**given, **descales, **more, backend=backend)
+            torch.testing.assert_close(found, flashtile.attention_varlen(**wide))
+
+
+def test_packed_keys_in_a_compiled_program() -> None:
+    given = packed() | {"k_descale": torch.rand(2, 12)}
+    compiled = torch.compile(lambda: flashtile.attention_varlen(**given), backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(), flashtile.attention_varlen(**given))
+
+
+def test_mistakes_of_packed_keys() -> None:
+    given = packed()
+    for changes, match in (
+        ({"k_descale": torch.ones(12, 2)}, "`k_descale`.*Hkv, Tk"),
+        ({"v_descale": torch.ones(2).double()}, "`v_descale`.*float32"),
+        ({"k_descale": torch.ones(3)}, "`k_descale`.*Tk = 12"),
+        ({"cu_seqlens_k": None}, "`cu_seqlens_k`"),
+        ({"cu_seqlens_k": int32(0, 4, 4, 13)}, "`cu_seqlens_k`.*12 tokens"),
+        ({"v": given["v"].float()}, "`v`.*float8_e5m2"),
+        ({"k": given["k"].float(), "v": given["v"].float(), "k_descale": torch.ones(2)}, "`k_descale`.*None"),
+    ):
+        with pytest.raises(ArgumentError, match=f"(?s){match}"):
+            flashtile.attention_varlen(**given | changes)
+
+
+def test_mistakes_of_pages() -> None:
     given = pages()
-    packed = {x: given["k"][0].clone() for x in "kv"} | {"k_descale": None, "v_descale": None}
-    packed |= {"seqused_k": None, "page_table": None, "cu_seqlens_k": int32(0, 4, 8)}
     flashtile.attention_varlen(**given)
     for changes, match in (
-        (packed, "`k`.*page"),
         ({"k_descale": given["k_descale"].half()}, "`k_descale`"),
         ({"k": given["k"].float(), "v": given["v"].float()}, "`k_descale`.*None"),
     ):

@@ -33,6 +33,8 @@ from torch.library import opcheck
 
 import flashtile
 from flashtile import ArgumentError, AttentionError
+from flashtile.testing.case import Case
+from flashtile.testing.eight_bit import with_eight_bits
 from flashtile.testing.generate import random_case
 from flashtile.testing.oracle import solve
 from flashtile.testing.poison import with_guard_bands
@@ -454,6 +456,7 @@ def operator_calls() -> dict[str, Arguments]:
         "packed": problem(new=(2, 0, 1), page_size=3, **rotary),
         "features": problem(score_mod=mod, softcap=2.0, window=(4, 0), alibi_slopes=torch.rand(4), **features),
         "nothing to append": problem(new=None, queries=3),
+        "8 bits": with_eight_bits(Case("attention_with_kvcache", problem()), torch.int8, "tokens", "heads").arguments,
     }
 
 

@@ -42,7 +42,7 @@ def run(arguments: Arguments, **options: Any) -> Step:
 def copy_of(x: Tensor) -> Tensor:
     """A copy with the same strides, also where they leave gaps."""
     extent = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    copy = torch.full((extent,), NAN, dtype=x.dtype).as_strided(x.shape, x.stride())
+    copy = torch.full((extent,), NAN if x.is_floating_point() else -128, dtype=x.dtype).as_strided(x.shape, x.stride())
     return copy.copy_(x)
 
 

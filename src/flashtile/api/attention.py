@@ -250,8 +250,7 @@ def attention_varlen(
     Args:
         q: queries `[Tq, Hq, D]`: the sequences' tokens one after another; float16, bfloat16, float32 or float64. Rows
             past `cu_seqlens_q[-1]` give 0.
-        k: keys `[Tk, Hkv, D]`, of q's dtype and device; with `page_table`, pages `[num_pages, page_size, Hkv, D]`, in
-            8 bits too.
+        k: keys `[Tk, Hkv, D]`, of q's dtype or 8 bits; with `page_table`, pages `[num_pages, page_size, Hkv, D]`.
         v: values `[Tk, Hkv, Dv]`, or pages `[num_pages, page_size, Hkv, Dv]`; `None` with `v_dim`.
         cu_seqlens_q: int32 or int64 `[B + 1]`, offsets of the sequences in q, starting with 0 and never falling.
         cu_seqlens_k: the same for k; may be `None` if both `page_table` and `seqused_k` are given.
@@ -263,9 +262,9 @@ def attention_varlen(
         seqused_k: int32 or int64 `[B]`, keys of each sequence that exist; the rest are never read.
         page_table: int32 or int64 `[B, max_pages]`: keys `p * page_size` onwards of sequence b are page
             `page_table[b, p]` (Kwon et al., "PagedAttention", section 4.1).
-        k_descale, v_descale: float32, the scales of pages in float8_e4m3fn, float8_e5m2 or int8, which multiply what
-            is read: `[Hkv]`, `[B, Hkv]`, `[num_pages, Hkv]` or `[num_pages, page_size, Hkv]`; 1 if `None`. Such calls
-            have no gradients.
+        k_descale, v_descale: float32, the scales of k and v in float8_e4m3fn, float8_e5m2 or int8, which multiply what
+            is read: `[Hkv]`, `[B, Hkv]`, `[Hkv, Tk]`, or of pages `[num_pages, Hkv]` or `[num_pages, page_size, Hkv]`;
+            1 if `None`. Such calls have no gradients.
         qv: `[Tq, Hq, Dv]`, a second part of the queries, against the values: scores are `scale * (<q, k> + <qv, v>)`,
             with `scale` `(D + Dv) ** -0.5` by default. Rows of v and k that lie one behind the other, as
             `kv[..., :Dv]` and `kv[..., Dv:]`, are read as they are; others are copied together.

@@ -90,7 +90,7 @@ def tensors(call: Call) -> None:
             if x.dtype != t.k.dtype:
                 fail(name, x, f"the dtype of k, {t.k.dtype}")
         elif x.dtype not in DTYPES:
-            of_pages = "; pages and KV caches also " + eight_bit.DTYPES_IN_WORDS
+            of_pages = "; packed keys, pages and KV caches also " + eight_bit.DTYPES_IN_WORDS
             fail(name, x, "float16, bfloat16, float32 or float64" + of_pages * (name != "q"))
         elif x.dtype != t.q.dtype:
             fail(name, x, f"the dtype of q, {t.q.dtype}")
@@ -119,9 +119,7 @@ def descales(call: Call, batch: int) -> tuple[Tensor | None, Tensor | None]:
     for name in eight_bit.DESCALES:
         x = getattr(t, name)
         if x is not None and call.layout != "paged":
-            raise ArgumentError(
-                name, x, "None without a page_table: scales are those of pages of 8 bits", EXAMPLES["paged"]
-            )
+            raise ArgumentError(name, x, f"None for keys of {t.k.dtype}: scales are those of 8 bits", EXAMPLES["paged"])
         views.append(None if x is None else descale(name, x, t.k, batch, paged=True, example=EXAMPLES["paged"]))
     k, v = views
     return k, v

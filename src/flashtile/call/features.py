@@ -26,7 +26,7 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 PAIRS = ("B|1", "H|1", "Sq|1", "Sk|1")  # n|1: a dimension that may be broadcast
 PER_HEAD = ("H",)
 PER_SEQUENCE_AND_HEAD = ("B", "H")
-OF_PAGES = (("Hkv",), ("B", "Hkv"), ("num_pages", "Hkv"), ("num_pages", "page_size", "Hkv"))
+OF_PAGES = (("Hkv",), ("B", "Hkv"), ("Hkv", "Tk"), ("num_pages", "Hkv"), ("num_pages", "page_size", "Hkv"))
 
 # An empty list is `None` for operators: AOTInductor passes it as such (torch 2.13), which `Tensor[]` does not take, and
 # traces of TorchScript have no `Tensor?[]`.

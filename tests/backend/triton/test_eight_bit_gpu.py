@@ -127,3 +127,42 @@ def test_hopper_declines_with_a_reason() -> None:
     case = with_eight_bits(decoding(torch.bfloat16, 8, 128, 16), FORMATS[0], "heads", "heads")
     with pytest.raises(flashtile.BackendError, match=r"8 bits|Hopper"):
         case.run("hopper")
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_compiled_steps(dtype: torch.dtype) -> None:
+    """`torch.compile` and `torch.export` append and attend as eager calls do."""
+    torch._dynamo.reset()
+    case = with_eight_bits(decoding(torch.bfloat16, 8, 64, 16), dtype, "tokens", "tokens")
+
+    class Step(torch.nn.Module):
+        def forward(self, given: dict[str, Any]) -> torch.Tensor:
+            return flashtile.attention_with_kvcache(**given, causal=True)
+
+    def inputs() -> dict[str, Any]:
+        given = {name: x.clone() for name, x in case.arguments.items() if torch.is_tensor(x)}
+        given["cache_seqlens"].fill_(100)
+        return given
+
+    expected = inputs()
+    with torch.no_grad():
+        out = Step()(expected)
+        for program in (torch.compile(Step(), fullgraph=True), torch.export.export(Step(), (inputs(),)).module()):
+            given = inputs()
+            assert torch.equal(program(given), out)
+            assert all(same_bits(given[name].float(), expected[name].float()) for name in CACHES)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_packed_keys(dtype: torch.dtype) -> None:
+    """Packed keys with scales of tokens give what pages of 64 of the same keys give, within rounding."""
+    lengths = (300, 0, 513, 64)
+    starts = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+    q = torch.randn(877, 8, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(877, 2, 128, device="cuda").to(dtype) for _ in range(2))
+    descales = {name: torch.rand(2, 877, device="cuda") for name in ("k_descale", "v_descale")}
+    given: dict[str, Any] = {"causal": True, "max_seqlen_q": 513, "max_seqlen_k": 513}
+    out = flashtile.attention_varlen(q, k, v, starts, starts, **given, **descales)
+    wide = [x.float() * scale.t()[..., None] for x, scale in zip((k, v), descales.values(), strict=True)]
+    expected = flashtile.attention_varlen(q.float(), *wide, starts, starts, **given, backend="tiled")
+    torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)

@@ -1,0 +1,64 @@
+"""Packed keys and values of 8 bits, as pages of one token each, which kernels read in place."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call.check import EXAMPLES, offsets
+from ..call.device import host_readable
+from ..call.eight_bit import DESCALES, is_eight_bit
+from ..call.features import INDEX_DTYPES
+from ..errors import ArgumentError
+
+
+def are_packed(tensors: dict[str, Any]) -> bool:
+    """Whether keys of 8 bits are packed one after another."""
+    k = tensors["k"]
+    packed = tensors.get("cu_seqlens_q") is not None and tensors.get("page_table") is None
+    return packed and isinstance(k, Tensor) and k.dim() == 3 and is_eight_bit(k)
+
+
+def in_pages(tensors: dict[str, Any], max_seqlen_k: Any) -> dict[str, Any]:
+    """The tensors of a call whose pages are the tokens of `k [Tk, Hkv, D]`, for sequences of up to `max_seqlen_k` keys,
+    or up to all if that is not a number.
+
+    Raises:
+        ArgumentError: offsets, or scales that are neither `[Hkv]`, `[B, Hkv]` nor `[Hkv, Tk]`.
+    """
+    k, v, starts = tensors["k"], tensors["v"], tensors["cu_seqlens_k"]
+    example = EXAMPLES["varlen"]
+    if not isinstance(starts, Tensor) or starts.dtype not in INDEX_DTYPES or starts.dim() != 1 or len(starts) == 0:
+        raise ArgumentError("cu_seqlens_k", starts, "int32 (or int64) offsets [B + 1] of packed keys", example)
+    if host_readable(k) and not torch.compiler.is_compiling():
+        offsets("cu_seqlens_k", starts, k.shape[0], None, example)
+    most = k.shape[0]
+    if isinstance(max_seqlen_k, int | torch.SymInt) and not isinstance(max_seqlen_k, bool):
+        most = min(max(max_seqlen_k, 0), most)
+    found = tensors | {
+        "k": k[:, None],
+        "v": v[:, None] if isinstance(v, Tensor) and v.dim() == 3 else v,
+        "page_table": starts[:-1, None] + torch.arange(most, dtype=starts.dtype, device=starts.device),
+    }
+    for name in DESCALES:
+        x = tensors.get(name)
+        if isinstance(x, Tensor):
+            found[name] = of_pages(name, x, len(starts) - 1, *k.shape[:2])
+    return found
+
+
+def of_pages(name: str, x: Tensor, batch: int, tokens: int, heads: int) -> Tensor:
+    """Scales as a view `[B|1, Tk|1, 1, Hkv]`."""
+    of_tokens, of_sequences = x.shape == (heads, tokens), x.shape == (batch, heads)
+    accepted = f"float32 [Hkv], [B, Hkv] or [Hkv, Tk] with B = {batch}, Hkv = {heads}, Tk = {tokens}"
+    if of_tokens and of_sequences:
+        accepted = f"[1, Tk, 1, Hkv] for scales of tokens or [B, 1, 1, Hkv] for those of sequences: both are {heads}"
+    elif x.dtype is torch.float32 and x.dim() == 4:
+        return x
+    elif x.dtype is torch.float32 and of_tokens:
+        return x.t()[None, :, None]
+    elif x.dtype is torch.float32 and of_sequences:
+        return x[:, None, None]
+    elif x.dtype is torch.float32 and x.shape == (heads,):
+        return x[None, None, None]
+    raise ArgumentError(name, x, accepted, EXAMPLES["varlen"])
