@@ -84,20 +84,34 @@ def pages() -> None:
 
 
 def eight_bits() -> None:
-    """Caches of 8 bits, read and appended to, with scales of heads and of tokens."""
-    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
-        for size in (8, 64):
-            count = -(-700 // size)
-            shape = (2 * count, size, 2, 72)
-            table = torch.randperm(2 * count, device="cuda").view(2, count).int()
-            lengths = torch.tensor([650, 333], device="cuda", dtype=torch.int32)
-            for n, descale in itertools.product((1, 5, 40), (torch.ones(2), torch.ones(shape[:3]))):
-                numbers = torch.randint(0, 100, (2, *shape), device="cuda", dtype=torch.uint8)
-                k_cache, v_cache = numbers.view(dtype)
-                q, k, v = (torch.randn(2, h, n, 72, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2))
-                scales = {f"{x}_descale": descale.cuda() for x in "kv"}
-                options: dict[str, Any] = {"cache_seqlens": lengths, "page_table": table, "causal": True}
-                flashtile.attention_with_kvcache(q, k_cache, v_cache, k=k, v=v, **scales, **options)
+    """Caches of 8 bits, read and appended to: each format, pages and tiles of each size, and scales of both kinds."""
+    e4m3, e5m2, int8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
+    kinds = ((e4m3, 8, 1), (e4m3, 64, 40), (e5m2, 64, 1), (e5m2, 8, 5), (int8, 64, 5), (int8, 8, 40), (int8, 64, 1))
+    for number, (dtype, size, n) in enumerate(kinds):
+        count = -(-700 // size)
+        shape = (2 * count, size, 2, 72)
+        descale = torch.ones(shape[:3] if number % 2 else (2,), device="cuda")
+        table = torch.randperm(2 * count, device="cuda").view(2, count).int()
+        lengths = torch.tensor([650, 333], device="cuda", dtype=torch.int32)
+        k_cache, v_cache = torch.randint(0, 100, (2, *shape), device="cuda", dtype=torch.uint8).view(dtype)
+        q, k, v = (torch.randn(2, h, n, 72, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2))
+        options: dict[str, Any] = {"cache_seqlens": lengths, "page_table": table, "causal": True}
+        flashtile.attention_with_kvcache(q, k_cache, v_cache, k=k, v=v, k_descale=descale, v_descale=descale, **options)
+
+
+def batch_invariant() -> None:
+    """Decoding in parts, by caches and packed, with tiles of few and of more rows, and prefill."""
+    for heads, d in ((8, 64), (32, 72)):
+        caches = torch.randn(2, 3, 2, 40000, d, device="cuda", dtype=torch.bfloat16)
+        lengths = torch.tensor([1, 39999, 3000], device="cuda", dtype=torch.int32)
+        q = torch.randn(3, heads, 1, d, device="cuda", dtype=torch.bfloat16)
+        flashtile.attention_with_kvcache(q, *caches, cache_seqlens=lengths, causal=True, batch_invariant=True)
+        cu_q, cu_k = (torch.tensor(n, device="cuda", dtype=torch.int32) for n in ((0, 1, 2, 3), (0, 700, 700, 20000)))
+        k, v = caches[:, 0].transpose(1, 2)[:, :20000].contiguous()
+        flashtile.attention_varlen(q[:, :, 0], k, v, cu_q, cu_k, max_seqlen_q=1, batch_invariant=True)
+        rows = torch.randn(300, heads, d, device="cuda", dtype=torch.bfloat16)
+        cu_q, cu_k = (torch.tensor(n, device="cuda", dtype=torch.int32) for n in ((0, 101, 300), (0, 101, 333)))
+        flashtile.attention_varlen(rows, k[:333], v[:333], cu_q, cu_k, causal=True, batch_invariant=True)
 
 
 def few_rows() -> None:
@@ -177,7 +191,18 @@ def twice(function: Callable[..., Any], inputs: list[Tensor]) -> None:
 
 GROUPS: dict[str, Callable[[], None]] = {
     x.__name__: x
-    for x in (widths, groups, features, pages, eight_bits, few_rows, products, forward_mode, second_derivatives)
+    for x in (
+        widths,
+        groups,
+        features,
+        pages,
+        eight_bits,
+        batch_invariant,
+        few_rows,
+        products,
+        forward_mode,
+        second_derivatives,
+    )
 }
 
 
