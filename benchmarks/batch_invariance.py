@@ -6,8 +6,6 @@ in parts, among neighbors of random lengths: by this library with it and without
 installed.
 """
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -20,6 +18,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile.bench.clocks import clock_of
+from flashtile.bench.providers.flash_attn_3 import FlashAttention3
 from flashtile.bench.rounds import Entrant, band, interleave
 from flashtile.bench.sweep import Timing
 
@@ -75,12 +74,11 @@ def own(invariant: bool) -> Attend:
     return attend
 
 
-def flash_attention_3() -> Attend:
-    function = importlib.import_module("flash_attn_interface").flash_attn_varlen_func
-
+def flash_attention_3(operators: Any) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, most: int) -> Tensor:
-        found = function(q, k, v, cu_q, cu_k, most, int(cu_k.diff().max()), causal=True)
-        return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
+        offsets = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+        longest = {"max_seqlen_q": most, "max_seqlen_k": int(cu_k.diff().max())}
+        return operators.fwd(q, k, v, **offsets, **longest, is_causal=True, num_splits=0)[0]  # type: ignore[no-any-return]
 
     return attend
 
@@ -104,17 +102,20 @@ def changes(attend: Attend, rows: int, width: int = 128, keys: int = 3000, trial
 @click.command(help=__doc__)
 @click.option("--store", type=click.Path(dir_okay=False, path_type=Path), help="A CSV file for all rows.")
 @click.option("--rounds", default=5, show_default=True)
-def main(store: Path | None, rounds: int) -> None:
+@click.option("--fa3-library", type=click.Path(path_type=Path), help="FlashAttention-3's library; else its package.")
+@click.option("--costs/--no-costs", default=True, help="Measure times too.")
+def main(store: Path | None, rounds: int, fa3_library: Path | None, costs: bool) -> None:
     torch.manual_seed(0)
     rows: list[dict[str, Any]] = []
-    for name, shapes in (("prefill", PREFILL), ("decoding", DECODING)):
+    for name, shapes in (("prefill", PREFILL), ("decoding", DECODING)) if costs else ():
         for width in WIDTHS:
             for batch, length in shapes:
                 rows.append(measured(name, batch, length, width, rounds))
                 click.echo(", ".join(str(x) for x in rows[-1].values()))
     attends = {"batch_invariant=True": own(True), "without it": own(False)}
-    if importlib.util.find_spec("flash_attn_interface") is not None:
-        attends["FlashAttention-3"] = flash_attention_3()
+    peer = FlashAttention3(fa3_library)
+    if peer.unusable(torch.device("cuda")) is None:
+        attends["FlashAttention-3"] = flash_attention_3(peer.operators())
     for name, attend in attends.items():
         found = ", ".join(f"{changes(attend, n)} of 24 batches with {n} rows" for n in (1, 40, 300))
         click.echo(f"other bits, {name}: {found}")

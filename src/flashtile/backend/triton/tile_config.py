@@ -38,7 +38,7 @@ class TileConfig(NamedTuple):
     lengths. `dbias` is dq's tile unless it is given. `given_splits` is forward's tile where the caller fixes
     `num_splits`, `tangents` the tile of forward with tangents, and `second` the tiles of rows and of keys in a second
     derivative. `products` and `products_backward` name who multiplies where PyTorch does (`launch.products`).
-    Batch-invariant decoding has parts of `part_keys`.
+    Batch-invariant decoding has parts of `part_keys`, and at most `part_registers` of a thread.
     """
 
     forward: KernelConfig
@@ -54,6 +54,7 @@ class TileConfig(NamedTuple):
     products: str | None = None
     products_backward: str | None = None
     part_keys: int = 0
+    part_registers: int | None = None
 
 
 class WidthConfigs(NamedTuple):

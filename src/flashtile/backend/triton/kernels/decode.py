@@ -1,34 +1,29 @@
 """Decoding whose sums depend on a sequence's own keys alone: equal parts of its keys from the first one on, merged in
 their order (He et al., "Defeating Nondeterminism in LLM Inference", 2025).
 
-The query heads of a group are the rows of a tile, as in `forward`. Its parts are dealt to any number of programs, and
-the last one to finish merges all of them: who computes a part changes no bit.
+The query heads of a group are the rows of a tile, as in `forward`. Its parts are dealt to any number of programs. A
+single one merges them in registers, else the last one to finish loads and merges all of them: who computes a part
+changes no bit.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from . import few_rows, scores, softmax
+from . import few_rows, softmax
 from .combine import is_last_split
-from .eight_bit import (
-    bf16_remainder,
-    descales_of_head,
-    number_rows,
-    scaled_by_key,
-    scaled_rows,
-    scales_of_tile,
-)  # fmt: skip
+from .eight_bit import descales_of_head, scaled_rows
 from .forward import Partials, inner_loop
 from .kernel import Pointer, Scalar, kernel
-from .keys import load_k, load_pages, load_v_columns, tile_in_pages
-from .masking import BlockInfo, all_masked, key_blocks, key_bounds, mask_edges
+from .masking import BlockInfo, all_masked, key_blocks, key_bounds
 from .parameters import KeyTensor, Params, QueryTensor, RowTensor, ScaleTensor
-from .products import Sum, inner_products, scaled, zeros
+from .products import scaled, zeros
 from .prologue import batch_index, prologue
 from .rng import block_origin
-from .rows import elements, head_pointer, load_rows, store_rows
+from .rows import Chunks, elements, head_pointer, load_rows, store_rows
 from .sequences import query_tile
-from .softmax import INFINITY, LN2, LOG2E, RowState
+from .softmax import INFINITY, LN2, LOG2E
 
 AT_ONCE = tl.constexpr(16)  # parts that are loaded at once
 
@@ -50,6 +45,7 @@ def decode_kernel(
     TRANSPOSED: tl.constexpr = CONFIG.TRANSPOSED
     COMPENSATED: tl.constexpr = CONFIG.COMPENSATED
     NATURAL: tl.constexpr = CONFIG.NATURAL
+    V_SCALES: tl.constexpr = CONFIG.V_SCALES
     PART_KEYS: tl.constexpr = CONFIG.PART_KEYS
     IN_RANGE: tl.constexpr = CONFIG.PAGE_SIZE == 0
     D: tl.constexpr = CONFIG.HEAD_DIM
@@ -81,94 +77,49 @@ def decode_kernel(
         share = tl.cdiv(stop - first, num_programs)
         begin = tl.minimum(first + program * share, stop)
         end = tl.minimum(begin + share, stop)
-        if TRANSPOSED:
-            own = blocks_of_parts(blocks, origin, begin, end, size)
-            transposed_parts(
-                partials, slot, begin, own, origin, size, q_i, rows, head, exists, kv, descales, params, info, bounds,
-                CONFIG,
-            )  # fmt: skip
-        else:
-            for part in range(begin, end):
-                of_part = blocks_of_parts(blocks, origin, part, part + 1, size)
-                acc = zeros(BLOCK_M, DV, COMPENSATED)
-                state = softmax.init(None, head, False, info.factor, acc, BLOCK_M, COMPENSATED, NATURAL)
+        alone = num_programs == 1
+        sink = load_sinks(params, work, head, exists)
+        run = Run(sink, tl.where(sink == -INFINITY, 0.0, 1.0))
+        merged = few_rows.transposed(few_rows.zeros(BLOCK_M, DV), DV)
+        for part in range(begin, end):
+            of_part = blocks_of_part(blocks, origin + part * size, size)
+            acc = few_rows.zeros(BLOCK_M, DV) if TRANSPOSED else zeros(BLOCK_M, DV, COMPENSATED)
+            state = softmax.init(None, head, False, info.factor, acc, BLOCK_M, COMPENSATED, NATURAL)
+            if TRANSPOSED:
+                state = few_rows.inner_loop(state, of_part, q_i, rows, kv, descales, params, info, bounds, CONFIG)
+            else:
                 state = inner_loop(
                     state, all_masked(of_part), 0, q_i, rows, kv, descales, params, info, bounds, True, IN_RANGE,
                     CONFIG, of_part,
                 )  # fmt: skip
-                store_part(partials, slot + part, state, head, exists, descales, params, info, CONFIG)
-        if is_last_split(partials.semaphores + tile, num_programs):
+            weight, part_lse, part_residual = softmax.finalize(state, info.factor, COMPENSATED, NATURAL)
+            if params.dropout.threshold is not None:
+                weight *= params.dropout.keep_scale
+            weight = scaled_rows(weight, state.l.total, descales.v, V_SCALES)
+            out_i = scaled(few_rows.transposed(state.acc, DV) if TRANSPOSED else state.acc, weight[:, None], DV)
+            if alone:
+                run, alpha, w = after_part(run, part_lse, part_residual)
+                merged = merged_rows(merged, alpha, out_i, w, DV)
+            else:
+                partial_row = (slot + part) * lengths.num_heads_q + head
+                store_rows(partials.partial_out + partial_row[:, None] * DV.WIDTH, out_i, exists, DV)
+                tl.store(partials.partial_lse + partial_row, part_lse, mask=exists)
+                if NATURAL:
+                    tl.store(partials.partial_residual + partial_row, part_residual, mask=exists)
+        if alone:
+            out_rows = head_pointer(out, b, head, ALIGN) + (work.offset + position) * elements(out.stride_m, ALIGN)
+            total = total_of(run)
+            store_rows(out_rows[:, None], divided(merged, total[:, None], out.data.dtype.element_ty, DV), exists, DV)
+            store_lse(lse, residual, run.m, total, b, head, work.offset + position, exists, NATURAL)
+        elif is_last_split(partials.semaphores + tile, num_programs):
             merge_parts(partials, out, lse, residual, params, b, work, slot, first, stop, CONFIG)
 
 
-@triton.jit
-def transposed_parts(
-    partials, slot, part, blocks, origin, size, q_i, rows, head, exists, kv, descales, params, info, bounds,
-    CONFIG: tl.constexpr,
-):  # fmt: skip
-    """As `few_rows.inner_loop`, of parts from `part` on: loads of the next part begin before this one ends."""
-    K_SCALES: tl.constexpr = CONFIG.K_SCALES
-    BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
-    BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
-    D: tl.constexpr = CONFIG.HEAD_DIM
-    DV: tl.constexpr = CONFIG.HEAD_DIM_V
-    IN_RANGE: tl.constexpr = CONFIG.PAGE_SIZE == 0
-    KEYS: tl.constexpr = q_i.a.dtype
-    VALUES: tl.constexpr = KEYS if CONFIG.VALUES == "" else tl.float32 if CONFIG.VALUES == "fp32" else tl.bfloat16
-    n = tl.arange(0, BLOCK_N)
-    m, acc = tl.full([BLOCK_M], -float("inf"), tl.float32), few_rows.zeros(BLOCK_M, DV)
-    l = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)  # noqa: E741
-    none = Sum(tl.zeros([BLOCK_M], tl.float32), 0.0)
-    pages = 0
-    if CONFIG.PAGE_SIZE > 0:
-        pages = load_pages(kv, blocks.lo, CONFIG)
-    for start_n in range(blocks.lo, blocks.hi, BLOCK_N):
-        tile = tile_in_pages(kv, start_n, pages, CONFIG)
-        if CONFIG.PAGE_SIZE > 0:
-            pages = load_pages(kv, start_n + BLOCK_N, CONFIG)
-        in_sequence = tile.exists
-        if IN_RANGE and params.lengths.leftpad_k is None:
-            in_sequence = n < kv.seqlen.end - start_n
-        keys, keys_exist = (start_n + n)[:, None], in_sequence[:, None]
-        k_j = number_rows(load_k(kv, tile, in_sequence, CONFIG), KEYS, D, CONFIG)  # [N, D]
-        k_scale = scales_of_tile(descales.k, kv, tile, start_n, K_SCALES, CONFIG)
-        kq = scaled_by_key(inner_products(k_j, q_i, D, CONFIG), k_scale, K_SCALES, 1)  # [N, M]
-        t = scores.forward(kq, params, info, rows, keys, keys_exist, False).t
-        t = mask_edges(t, -INFINITY, bounds, blocks, start_n, params, info, rows, keys, keys_exist, IN_RANGE)
-        m, alpha, p = softmax.update(RowState(m, none, acc), t, info.factor, False, CONFIG.NATURAL, AXIS=0)
-        l = l * alpha[None, :] + p  # noqa: E741
-        if CONFIG.V_SCALES == "key":
-            v_scale = scales_of_tile(descales.v, kv, tile, start_n, "key", CONFIG)
-            p = scaled_by_key(p, v_scale, "key", 1)
-        v_j = number_rows(load_v_columns(kv, tile, in_sequence, CONFIG), VALUES, DV, CONFIG)  # [Dv, N]
-        acc = few_rows.add_columns(acc, alpha[None, :], p, v_j, DV)
-        if CONFIG.VALUES == "bf16x2":
-            acc = few_rows.add_columns(acc, 1.0, bf16_remainder(p), v_j, DV)
-        if start_n + BLOCK_N >= tl.minimum(origin + (part + 1) * size, blocks.hi):
-            state = RowState(m, Sum(tl.sum(l, 0), 0.0), acc)
-            store_part(partials, slot + part, state, head, exists, descales, params, info, CONFIG)
-            part += 1
-            m, acc = tl.full([BLOCK_M], -float("inf"), tl.float32), few_rows.zeros(BLOCK_M, DV)
-            l = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)  # noqa: E741
+class Run(NamedTuple):
+    """The parts of a row so far: their maximum and their sum, of which a sink is the first."""
 
-
-@triton.jit
-def store_part(partials, slot, state, head, exists, descales, params, info, CONFIG: tl.constexpr):
-    """Store the results of one part of keys."""
-    NATURAL: tl.constexpr = CONFIG.NATURAL
-    COMPENSATED: tl.constexpr = CONFIG.COMPENSATED
-    DV: tl.constexpr = CONFIG.HEAD_DIM_V
-    V_SCALES: tl.constexpr = CONFIG.V_SCALES
-    weight, part_lse, part_residual = softmax.finalize(state, info.factor, COMPENSATED, NATURAL)
-    if params.dropout.threshold is not None:
-        weight *= params.dropout.keep_scale
-    weight = scaled_rows(weight, state.l.total, descales.v, V_SCALES)
-    out_i = scaled(few_rows.transposed(state.acc, DV) if CONFIG.TRANSPOSED else state.acc, weight[:, None], DV)
-    partial_row = slot * params.lengths.num_heads_q + head
-    store_rows(partials.partial_out + partial_row[:, None] * DV.WIDTH, out_i, exists, DV)
-    tl.store(partials.partial_lse + partial_row, part_lse, mask=exists)
-    if NATURAL:
-        tl.store(partials.partial_residual + partial_row, part_residual, mask=exists)
+    m: tl.tensor
+    total: tl.tensor
 
 
 @triton.jit
@@ -181,73 +132,111 @@ def first_slot(lengths, sequence, first_key, parts_of_sequence, PART_KEYS: tl.co
 
 
 @triton.jit
-def blocks_of_parts(blocks, origin, begin, end, size):
-    """The blocks of the parts `begin..end`."""
-    lo = tl.minimum(tl.maximum(blocks.lo, origin + begin * size), blocks.hi)
-    hi = tl.maximum(tl.minimum(blocks.hi, origin + end * size), lo)
+def blocks_of_part(blocks, start, size):
+    """The blocks of the part that begins at key `start`."""
+    lo = tl.minimum(tl.maximum(blocks.lo, start), blocks.hi)
+    hi = tl.maximum(tl.minimum(blocks.hi, start + size), lo)
     return BlockInfo(
         lo, tl.minimum(tl.maximum(blocks.full_lo, lo), hi), tl.minimum(tl.maximum(blocks.full_hi, lo), hi), hi
     )
 
 
 @triton.jit
-def merge_parts(partials, out, lse, residual, params, b, work, slot, first, stop, CONFIG: tl.constexpr):
-    """Merge the parts `first..stop` of a tile's rows, after their sinks. A part without visible keys changes nothing:
-    its log-sum-exp is -inf, and its weight 0.
-    """
-    PACK_GQA: tl.constexpr = CONFIG.PACK_GQA
-    NATURAL: tl.constexpr = CONFIG.NATURAL
-    DV: tl.constexpr = CONFIG.HEAD_DIM_V.WIDTH
-    WIDTH: tl.constexpr = triton.next_power_of_2(DV)
-    ROWS: tl.constexpr = min(CONFIG.BLOCK_M, max(1, 32 * CONFIG.NUM_WARPS * 4 // WIDTH))
-    out_b = out.data + b * elements(out.stride_b, CONFIG.ALIGN)
-    lse_b = b * elements(lse.stride_b, 1) + work.offset
-    stride_out_h, stride_out_m = elements(out.stride_h, CONFIG.ALIGN), elements(out.stride_m, CONFIG.ALIGN)
-    d = tl.arange(0, WIDTH)[None, :]
-    for n in range(0, tl.minimum(work.seqlen * PACK_GQA - work.start, CONFIG.BLOCK_M), ROWS):
-        row = work.start + n + tl.arange(0, ROWS)[:, None]
-        position, head = row // PACK_GQA, work.head * PACK_GQA + row % PACK_GQA  # [R, 1]
-        exists = position < work.seqlen
-        lse_row = lse_b + head * elements(lse.stride_h, 1) + position
-        sink = tl.full([ROWS, 1], -float("inf"), tl.float32)
-        if params.scores.sinks is not None:
-            of_head = tl.load(params.scores.sinks + head, mask=exists, other=0.0).to(tl.float32)
-            sink = tl.where(work.sequence < params.lengths.batch, of_head, sink)
-        m, zero = sink, tl.zeros([ROWS, 1], tl.int32)
-        for start in range(first, stop, AT_ONCE):
-            for part in tl.static_range(AT_ONCE):
-                partial_row = (slot + start + part) * params.lengths.num_heads_q + head
-                m = tl.maximum(m, load_lse(partials, partial_row, exists & (zero + (start + part) < stop)))
-        total = tl.where(sink == -INFINITY, 0.0, weight_of(sink, m, 0.0))
-        merged = tl.zeros([ROWS, WIDTH], tl.float32)
-        for start in range(first, stop, AT_ONCE):
-            for part in tl.static_range(AT_ONCE):
-                counts = exists & (zero + (start + part) < stop)
-                partial_row = (slot + start + part) * params.lengths.num_heads_q + head
-                partial_out = partials.partial_out + partial_row * DV + d
-                y = tl.load(partial_out, mask=counts & (d < DV), other=0.0, cache_modifier=".cg")
-                r = 0.0
-                if NATURAL:
-                    r = tl.load(partials.partial_residual + partial_row, mask=counts, other=0.0, cache_modifier=".cg")
-                weight = tl.where(counts, weight_of(load_lse(partials, partial_row, counts), m, r), 0.0)
-                total += weight
-                merged += weight * y
-        total = tl.where(total == 0.0, 1.0, total)  # without a sink and without parts
-        out_rows = out_b + head * stride_out_h + (work.offset + position) * stride_out_m
-        tl.store(out_rows + d, (merged / total).to(out.data.dtype.element_ty), mask=exists & (d < DV))
-        row_lse = m + tl.log2(total) * LN2
-        tl.store(lse.data + lse_row, row_lse, mask=exists)
-        if NATURAL:
-            tl.store(residual + lse_row, softmax.residual(m, total, row_lse), mask=exists)
+def load_sinks(params, work, head, exists):
+    """The sinks of rows, -inf where there are none."""
+    sink = tl.where(exists, -float("inf"), -float("inf"))
+    if params.scores.sinks is not None:
+        of_head = tl.load(params.scores.sinks + head, mask=exists, other=0.0).to(tl.float32)
+        sink = tl.where(work.sequence < params.lengths.batch, of_head, sink)
+    return sink
 
 
 @triton.jit
-def load_lse(partials, partial_row, counts):
-    """Load a part's log-sum-exp from the L2 cache, which all cores share; -inf of one that does not exist."""
-    return tl.load(partials.partial_lse + partial_row, mask=counts, other=-float("inf"), cache_modifier=".cg")
+def after_part(run, x, residual):
+    """The state after a part with the log-sum-exp `x`, the factor of earlier parts, and the part's weight. The program
+    that computed a part and one that loads it do the same operations, so that they give the same bits: `fma` leaves the
+    compiler no choice. A part without visible keys has the weight 0 as soon as another key is seen.
+    """
+    m = tl.maximum(run.m, x)
+    alpha, weight = weight_of(run.m, m, 0.0), weight_of(x, m, residual)
+    return Run(m, tl.fma(run.total, alpha, weight)), alpha, weight
 
 
 @triton.jit
 def weight_of(x, m, residual):
     """The weight of a part with the log-sum-exp `x`. Equal infinities have no difference."""
     return tl.exp2((tl.where(x == m, 0.0, x - m) + residual) * LOG2E)
+
+
+@triton.jit
+def merged_rows(merged, alpha, out, weight, D: tl.constexpr):
+    """`merged * alpha + out * weight` of rows `[M, D]`."""
+    shape: tl.constexpr = merged.a.shape
+    a = tl.fma(out.a, tl.broadcast_to(weight[:, None], shape), merged.a * alpha[:, None])
+    if D.CHUNK_1 == 0:
+        return Chunks(a, merged.b)
+    else:
+        shape_b: tl.constexpr = merged.b.shape
+        return Chunks(a, tl.fma(out.b, tl.broadcast_to(weight[:, None], shape_b), merged.b * alpha[:, None]))
+
+
+@triton.jit
+def total_of(run):
+    """The sum of weights; 1 without a sink and without parts."""
+    return tl.where(run.total == 0.0, 1.0, run.total)
+
+
+@triton.jit
+def divided(x, total, dtype: tl.constexpr, D: tl.constexpr):
+    if D.CHUNK_1 == 0:
+        return Chunks((x.a / total).to(dtype), x.b)
+    else:
+        return Chunks((x.a / total).to(dtype), (x.b / total).to(dtype))
+
+
+@triton.jit
+def store_lse(lse, residual, m, total, b, head, token, exists, NATURAL: tl.constexpr):
+    lse_row = b * elements(lse.stride_b, 1) + head * elements(lse.stride_h, 1) + token
+    row_lse = m + tl.log2(total) * LN2
+    tl.store(lse.data + lse_row, row_lse, mask=exists)
+    if NATURAL:
+        tl.store(residual + lse_row, softmax.residual(m, total, row_lse), mask=exists)
+
+
+@triton.jit
+def merge_parts(partials, out, lse, residual, params, b, work, slot, first, stop, CONFIG: tl.constexpr):
+    """Merge the parts `first..stop` of a tile's rows, after their sinks."""
+    PACK_GQA: tl.constexpr = CONFIG.PACK_GQA
+    NATURAL: tl.constexpr = CONFIG.NATURAL
+    DV: tl.constexpr = CONFIG.HEAD_DIM_V.WIDTH
+    WIDTH: tl.constexpr = triton.next_power_of_2(DV)
+    ROWS: tl.constexpr = min(CONFIG.BLOCK_M, max(1, 32 * CONFIG.NUM_WARPS * 4 // WIDTH))
+    out_b = out.data + b * elements(out.stride_b, CONFIG.ALIGN)
+    stride_out_h, stride_out_m = elements(out.stride_h, CONFIG.ALIGN), elements(out.stride_m, CONFIG.ALIGN)
+    d = tl.arange(0, WIDTH)[None, :]
+    none = tl.zeros([ROWS, 1], tl.int32)
+    for n in range(0, tl.minimum(work.seqlen * PACK_GQA - work.start, CONFIG.BLOCK_M), ROWS):
+        row = work.start + n + tl.arange(0, ROWS)[:, None]
+        position, head = row // PACK_GQA, work.head * PACK_GQA + row % PACK_GQA  # [R, 1]
+        exists = position < work.seqlen
+        sink = load_sinks(params, work, head, exists)
+        run, merged = Run(sink, tl.where(sink == -INFINITY, 0.0, 1.0)), tl.zeros([ROWS, WIDTH], tl.float32)
+        for start in range(first, stop, AT_ONCE):
+            for part in tl.static_range(AT_ONCE):
+                # Loads from the L2 cache, which all cores share.
+                counts = exists & (none + (start + part) < stop)
+                partial_row = (slot + start + part) * params.lengths.num_heads_q + head
+                partial_out = partials.partial_out + partial_row * DV + d
+                y = tl.load(partial_out, mask=counts & (d < DV), other=0.0, cache_modifier=".cg")
+                x = tl.load(partials.partial_lse + partial_row, mask=counts, other=0.0, cache_modifier=".cg")
+                r = 0.0
+                if NATURAL:
+                    r = tl.load(partials.partial_residual + partial_row, mask=counts, other=0.0, cache_modifier=".cg")
+                new, alpha, weight = after_part(run, x, r)
+                run = Run(tl.where(counts, new.m, run.m), tl.where(counts, new.total, run.total))
+                grown = tl.fma(y, tl.broadcast_to(weight, [ROWS, WIDTH]), merged * alpha)
+                merged = tl.where(counts, grown, merged)
+        total = total_of(run)
+        out_rows = out_b + head * stride_out_h + (work.offset + position) * stride_out_m
+        tl.store(out_rows + d, (merged / total).to(out.data.dtype.element_ty), mask=exists & (d < DV))
+        store_lse(lse, residual, run.m, total, b, head, work.offset + position, exists, NATURAL)

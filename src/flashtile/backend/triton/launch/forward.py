@@ -65,6 +65,8 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bo
         stride_split = {"stride_partials_split": None if splits == 1 or part_keys else lse.numel()}
     turns = {"heads_at_once": args.heads_at_once(call, q.shape[1] * args.dense_batch(q))} if config.mma else {}
     dealt = args.part_scalars(call, part_keys, splits) if part_keys else {}
+    if plan.tile.part_registers is not None:
+        dealt |= {"maxnreg": plan.tile.part_registers}
     if splits > 1 or part_keys:
         # Partial results have the rows of lse: [splits, B, H, S, Dv] or [splits, H, T, Dv]; of parts [slots, H, Dv].
         rows = (args.num_slots(call, part_keys), q.shape[1]) if part_keys else (splits, *lse.shape)

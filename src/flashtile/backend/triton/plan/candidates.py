@@ -29,6 +29,9 @@ MOST_KEYS = 2**16  # keys of a row of products, which one program reads
 PAIRS_BYTES = 4096  # shared memory beside rows and probabilities, for a feature of few rows
 LEAST_PART, KEYS_OF_ROW = 512, 64  # keys of a part at least, and for each row: results of parts are 2% of the keys
 LEAST_STEPS = 4  # steps in each part of a walk
+# Registers of a thread that decodes in parts by tiles of few rows: three programs of four warps share a core. Left to
+# itself, ptxas takes 255 for the nested loops.
+PART_REGISTERS = 168
 MOST_PARTS, FILLING = 32, 256  # parts of a sequence, and of all key heads of one
 SHORT = 64  # rows and keys of a sequence that is one small tile
 MOST_WITH_FEATURES = 64  # rows or keys of a block; a feature of each pair makes larger ones spill
@@ -189,9 +192,12 @@ def batch_invariant(
     part_keys = max(LEAST_PART, KEYS_OF_ROW * power_of_two(group))
     programs = max(1, -(-group // tile.block_m) * p.num_heads_kv * p.batch)
     slots = device.cores * programs_of_core(p, device, tile)
+    few = tile.block_m == TRANSPOSED_ROWS and width_of(p) <= 128 and device.arch.startswith("sm_")
+    registers = PART_REGISTERS if few else None
+    chosen = tiles._replace(forward=tile, pack_gqa=group, part_keys=part_keys, part_registers=registers)
     parts = min(-(-p.seqlen_k // part_keys), most_parts(p.num_heads_kv))
     for n in (1, *splits_that_fill(SPLITS, programs, slots, parts)):
-        yield tiles._replace(forward=tile, pack_gqa=group, part_keys=part_keys), n
+        yield chosen, n
 
 
 def most_parts(key_heads: int) -> int:
