@@ -24,10 +24,16 @@ from .tiles import copy_rows, num_valid_rows
 ROW_GROUPS = (4, 2, 1)  # query rows that share each vector of K or V
 # K and V are fetched into the second-level cache: into the first one they arrive at two thirds of the rate.
 KEYS_AHEAD = 32
+# int8 takes few instructions to convert, so it is read fastest: 5 to 12% less time than with 32 (EPYC, no groups).
+INT8_AHEAD = 128
 
 
 def row_group_sizes(code: Code) -> tuple[int, ...]:
     return tuple(n for n in ROW_GROUPS if n <= code.lanes)
+
+
+def keys_ahead(dtype: str) -> int:
+    return INT8_AHEAD if dtype == "int8" else KEYS_AHEAD
 
 
 def over_keys(code: Code, x: Value, rows: int, combine: Callable[[Value, Value], Value]) -> Value:
@@ -55,12 +61,12 @@ def emit_scores(code: Code, dtype: str) -> None:
                 whole_lines = ITEM_SIZES[dtype] * code.lanes * 2 < CACHE_LINE  # a vector is a small part of one
                 with code.loop(0, depth if whole_lines else 0, CACHE_LINE) as d:
                     for key in keys:
-                        code.prefetch(key + stride * KEYS_AHEAD + d, level=2)
+                        code.prefetch(key + stride * keys_ahead(dtype) + d, level=2)
                 with code.loop(0, depth, code.lanes) as d:
                     q_d = [(q + depth * r).vector(d) for r in range(rows)]
                     for n, key in enumerate(keys):
                         if not whole_lines:
-                            code.prefetch(key + stride * KEYS_AHEAD + d, level=2)
+                            code.prefetch(key + stride * keys_ahead(dtype) + d, level=2)
                         k_d = load_vector(code, key, d, dtype)
                         for r in range(rows):
                             x = total[n * rows + r]
@@ -82,7 +88,7 @@ class DecodeKernel(RowValuesKernel):
     def declare_products(cls, code: Code, panel: Panel, variant: Variant) -> None:
         dtype = variant.key_dtype
         code.part(f"decode_scores_{dtype}", lambda code: emit_scores(code, dtype))
-        declare_row_values(code, dtype, row_group_sizes(code), KEYS_AHEAD)
+        declare_row_values(code, dtype, row_group_sizes(code), keys_ahead(dtype))
 
     def row_loop(self, p: Value) -> Callable[[Callable[[Value, int, Value], None]], None]:
         code, num_valid = self.code, self.num_valid(p)
