@@ -200,7 +200,7 @@ def append(cache: CacheTensors, start: Tensor) -> None:
             write(descale, scale)
             scale = scale[..., None]
         elif descale is not None:
-            scale = descale.reshape(-1, new.shape[1], 1, 1)  # of heads, or of sequences and heads
+            scale = descale.reshape(-1, new.shape[1], 1, 1)  # [B|1, H, 1, 1]
         write(bits(old), bits(quantize(new, scale, old.dtype)))
 
 
