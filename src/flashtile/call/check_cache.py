@@ -168,7 +168,7 @@ def check_cache(cache: CacheTensors, features: Tensors, *, v_dim: int | None = N
 
 
 def check_descales(cache: CacheTensors, batch: int, example: str = EXAMPLE) -> None:
-    """Check the scales of caches of 8 bits; those of new tokens are written."""
+    """Check the scales of 8-bit caches, and whether an append can write them."""
     for name in DESCALES:
         if (x := getattr(cache, name)) is not None:
             descale(name, x, cache.k_cache, batch, paged=cache.page_table is not None, example=example)
