@@ -32,7 +32,7 @@ def in_pages(tensors: dict[str, Any], max_seqlen_k: Any) -> dict[str, Any]:
         raise ArgumentError("cu_seqlens_k", starts, "int32 (or int64) offsets [B + 1] of packed keys", example)
     if host_readable(k) and not torch.compiler.is_compiling():
         offsets("cu_seqlens_k", starts, k.shape[0], None, example)
-    most = k.shape[0]
+    most: Any = k.shape[0]
     if isinstance(max_seqlen_k, int | torch.SymInt) and not isinstance(max_seqlen_k, bool):
         most = min(max(max_seqlen_k, 0), most)
     found = tensors | {
