@@ -71,7 +71,7 @@ def test_cuts_of_calls_that_triton_takes(options: dict[str, Any], dtype: torch.d
 
 
 @pytest.mark.skipif("hopper" not in BACKENDS, reason="tiles of several sizes are Hopper's")
-@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("features", ["causal", "window"])  # with others, tiles have 128 rows alone
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])
 def test_rows_of_a_tile_change_no_bit(dtype: torch.dtype, features: str) -> None:
     """The plan may take tiles of 128 or 192 rows of 64 features."""

@@ -210,7 +210,7 @@ def merge_parts(partials, out, lse, residual, params, b, work, slot, first, stop
     NATURAL: tl.constexpr = CONFIG.NATURAL
     DV: tl.constexpr = CONFIG.HEAD_DIM_V.WIDTH
     WIDTH: tl.constexpr = triton.next_power_of_2(DV)
-    ROWS: tl.constexpr = min(CONFIG.BLOCK_M, max(1, 32 * CONFIG.NUM_WARPS * 4 // WIDTH))
+    ROWS: tl.constexpr = min(CONFIG.BLOCK_M, max(1, 32 * CONFIG.NUM_WARPS * 8 // WIDTH))
     out_b = out.data + b * elements(out.stride_b, CONFIG.ALIGN)
     stride_out_h, stride_out_m = elements(out.stride_h, CONFIG.ALIGN), elements(out.stride_m, CONFIG.ALIGN)
     d = tl.arange(0, WIDTH)[None, :]
