@@ -36,6 +36,10 @@ from torch import Tensor
 from ._host.shapes import one_shape
 from .step07_numba import NumbaUnavailableError, require_numba
 
+# Names that NumPy 2 has dropped and that versions of Numba of that time still ask for when they are imported.
+for old, new in (("row_stack", "vstack"), ("in1d", "isin"), ("trapz", "trapezoid")):
+    vars(np).setdefault(old, vars(np).get(new))
+
 cuda: Any
 float32: Any
 try:  # at the top of the module, where Numba's simulator looks for what it has to stand in for
