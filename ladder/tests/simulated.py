@@ -3,9 +3,9 @@ switched on before Numba or Triton is imported.
 
     TRITON_INTERPRET=1 python simulated.py CASES RESULTS
 
-CASES is a file of `torch.save` with a list of (module, arguments of `attention`); RESULTS gets the list of results. The
-module "exercise" stands for the judge: its argument is the number of an exercise, and its results are the words for the
-solution and for the first known mistake.
+CASES is a file of `torch.save` with a list of (module, arguments of `attention`); RESULTS gets the list of results. With
+`dout` among the arguments, gradients follow. The module "exercise" stands for the judge: its argument is the number of
+an exercise, and its results are the words for the solution and for the first known mistake.
 """
 
 import importlib
@@ -28,7 +28,12 @@ def main(cases: str, results: str) -> None:
             attended.append(judged(EXERCISES[arguments["name"]]))
             continue
         step = importlib.import_module(f"flashtile_ladder.{module}")
-        attended.append(step.attention(**arguments))
+        dout, tiles = arguments.pop("dout", None), arguments.pop("tiles", None)
+        found = step.attention(**arguments)
+        if dout is not None:
+            q, k, v, *mask = (arguments[name] for name in ("q", "k", "v", "causal", "scale"))
+            found += step.backward(q, k, v, *found, dout, *mask, tiles=tiles)
+        attended.append(found)
     torch.save(attended, results)
 
 

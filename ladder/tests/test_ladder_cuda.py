@@ -17,7 +17,7 @@ from flashtile.testing.case import Case
 from flashtile.testing.tolerance import compare
 from flashtile_ladder._host import cuda_compile, cuda_launch, cuda_steps
 from flashtile_ladder._host.cuda_compile import CudaUnavailableError
-from flashtile_ladder._host.cuda_steps import registers, rows, tensor_cores, warps
+from flashtile_ladder._host.cuda_steps import HALVES, registers, rows, stages, tensor_cores, warps
 from flashtile_ladder._host.emulation import ORDERS, EmulationError, emulation
 
 STEPS = {
@@ -25,6 +25,7 @@ STEPS = {
     "warps": warps,
     "registers": registers,
     "tensor cores": tensor_cores,
+    "two stages": stages,
 }
 BUGS = registers.bugs
 PAGE = Path(__file__).parents[1] / "docs" / "ladder.md"
@@ -64,7 +65,7 @@ def dtypes_of(name: str) -> tuple[torch.dtype, ...]:
 
 # Results -------------------------------------------------------------------------------------------------------------
 
-# Tiles are of 32 keys and 128 rows; of one row; of 32 keys and 64 rows; of 64 keys and 64 rows: below, at and above.
+# Tiles are of 32 keys and 128 rows; of one row; of 32 keys and 64 rows; of 64 keys and 64 or 128 rows.
 EMULATED = [
     ("forward", 1, {}),
     ("backward", 33, {"causal": True}),
@@ -86,7 +87,9 @@ def test_in_the_emulation(name: str) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("name", "d"), [("rows", 32), ("warps", 40), ("registers", 64), ("tensor cores", 64)])
+@pytest.mark.parametrize(
+    ("name", "d"), [("rows", 32), ("warps", 40), ("registers", 64), ("tensor cores", 64), ("two stages", 64)]
+)
 def test_wider_heads_in_the_emulation(name: str, d: int) -> None:
     """More than a register for each lane; more than a product for each row of q."""
     for causal in (False, True):
@@ -160,6 +163,11 @@ BARRIERS = [
     ("tensor cores", "__syncthreads();  // no thread reads K any more: V takes its place"),
     ("tensor cores", "wait_for_copies();\n"),
     ("tensor cores", "__syncthreads();\n}"),
+    ("two stages", "wait_for_copies();\n"),
+    (
+        "two stages",
+        "__syncthreads();  // this tile is there for all threads, and no thread reads the last one any more",
+    ),
 ]
 
 
@@ -177,7 +185,7 @@ def test_every_barrier_is_listed(name: str) -> None:
 def test_every_barrier_is_needed(name: str, barrier: str) -> None:
     """And the emulation would see one that is missing."""
     step = replace(STEPS[name], replaced=(barrier, "}" if barrier.endswith("}") else ""))
-    case = case_of(130 if name == "tensor cores" else 70, 16, dtype=dtypes_of(name)[0])  # three tiles of keys
+    case = case_of(130 if step.dtypes == HALVES else 70, 16, dtype=dtypes_of(name)[0])  # three tiles of keys
     for order in ORDERS:
         with emulation(order):
             try:
@@ -202,14 +210,14 @@ def compile_with(compiler: str, source: cuda_compile.Source, arch: int) -> bytes
 
 @pytest.mark.parametrize(
     ("name", "arch"),
-    [(name, arch) for name in STEPS for arch in ((75, 80, 90) if name == "tensor cores" else (75, 90))],
+    [(name, arch) for name in STEPS for arch in ((75, 80, 90) if STEPS[name].dtypes == HALVES else (75, 90))],
 )
 def test_compiles_for_a_gpu_that_is_not_here(name: str, arch: int) -> None:
     """By whichever compiler is there (NVRTC's package is among the tests' requirements), with all in registers."""
     if cuda_compile.nvrtc() is None and cuda_compile.nvcc() is None:
         pytest.skip("there is neither NVRTC (pip install nvidia-cuda-nvrtc) nor nvcc")
     step = STEPS[name]
-    if name == "tensor cores" and arch < 80:
+    if step.dtypes == HALVES and arch < 80:
         with pytest.raises(CudaUnavailableError, match="requires"):
             cuda_compile.cubin(step.source_for(16), arch)
         return
@@ -265,7 +273,7 @@ def test_nothing_spills(name: str) -> None:
             assert kernel.spilled_bytes == 0
             assert 0 < kernel.registers <= 255
             assert kernel.shared_bytes <= 48 * 1024
-            assert (kernel.shared_bytes == 0) == (step is tensor_cores), "the launch says how much it has"
+            assert (kernel.shared_bytes == 0) == (step.dtypes == HALVES), "the launch says how much it has"
 
 
 # What is said where it does not run ----------------------------------------------------------------------------------
@@ -278,7 +286,7 @@ def test_without_a_gpu_step_9_says_so(name: str) -> None:
 
 
 def test_an_older_gpu_runs_what_its_instructions_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three kernels of four are for float32 and need no `cp.async`: they run on compute capability 7.5."""
+    """Three kernels of five are for float32 and need no `cp.async`: they run on compute capability 7.5."""
     device, dtypes = torch.device("cuda", 0), (torch.float32, torch.float16, torch.bfloat16)
     for capability, runs in (((7, 0), []), ((7, 5), [torch.float32]), ((8, 0), list(dtypes)), ((9, 0), list(dtypes))):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)

@@ -14,8 +14,9 @@ from flashtile_ladder import iomodel, step04_standard
 from flashtile_ladder._host import cuda_compile, cuda_launch
 from flashtile_ladder._host.cuda_steps import warps
 from flashtile_ladder._host.emulation import emulation
-from flashtile_ladder.cli import dtypes, gpu, long, show
+from flashtile_ladder.cli import dtypes, gpu, large, long, show
 from flashtile_ladder.cli import rounding as ladder_rounding
+from flashtile_ladder.cli.library import STEP
 from flashtile_ladder.cli.measure import Measurement, Table
 from flashtile_ladder.iomodel import Machine, Shape
 from flashtile_ladder.measure import memory_levels, memory_patterns, rounding
@@ -197,19 +198,19 @@ def small_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("small_gpu")
 def test_tables_of_kernels_in_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 9, one kernel that splits keys and those of one head; then tiles in dynamic shared memory."""
-    every = gpu.cuda_calls()
+    every = gpu.cuda_calls(CPU)
     one_head = {name for name in every if name.startswith("block for each query")}
     assert len(one_head) == 4
     q, k, v = torch.randn(3, 1, 2, 5, 8)
     (out,) = gpu.head_by_head(step04_standard.attention, q, k, v)
     torch.testing.assert_close(out, torch.softmax(q @ k.mT / math.sqrt(8), -1) @ v)
     calls = {name: call for name, call in every.items() if name not in one_head}
-    monkeypatch.setattr(gpu, "cuda_calls", lambda: calls)
+    monkeypatch.setattr(gpu, "cuda_calls", lambda device: calls)
     rows = finished(gpu.cuda(CPU)).rows
     assert [row["step"] for row in rows] == list(calls)
     assert all(row["error"] < (2e-3 if "float16" in row["step"] else 1e-5) for row in rows)
     assert rows[0]["tflops"] == pytest.approx(4 * 2 * 40 * 40 * 64 / 1e-3 / 1e12)
-    assert [row["registers"] for row in rows] == [40] * 5 + [None] * 2
+    assert [row["registers"] for row in rows] == [40] * 6 + [None] * 2
     table = finished(gpu.shared(CPU))
     (row,) = table.rows
     assert row["error"] < 2e-3
@@ -253,7 +254,7 @@ def test_table_of_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     everywhere = {"4 standard PyTorch", "SDPA", "10 compiled variants", "11 flashtile.attention"}
     assert names["TF32"] == everywhere
     assert names["float32"] - everywhere == {"9 CUDA C++, rows", "9 CUDA C++, warps"}
-    assert names["bfloat16"] - everywhere == {"9 CUDA C++, tensor cores"}
+    assert names["bfloat16"] - everywhere == {"9 CUDA C++, tensor cores", "9 CUDA C++, two stages"}
     pairs = {"full": 20 * 20, "causal": 20 * 21 / 2}
     for row in table.rows:
         products = 2 if row["pass"] == "forward" else 5
@@ -263,6 +264,25 @@ def test_table_of_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert row["limit"] == "compute"
     shown = show.dtypes_pivoted(table.rows)
     assert len(shown) == len(table.rows)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("small_gpu")
+def test_table_of_large_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates count the products of visible pairs; only what runs here has a row."""
+    monkeypatch.setattr(large, "cuda_problem", lambda device: None)
+    monkeypatch.setattr(large, "Clock", lambda device: OneCall())
+    monkeypatch.setattr(large, "rates", lambda device: {"float16": Machine(1e9, 1e12)})
+    monkeypatch.setattr(large, "device_seconds", lambda run, clock: [clock.seconds(run, 1)])
+    monkeypatch.setattr(large, "LENGTH", 20)
+    monkeypatch.setattr(large, "HEADS", 1)
+    rows = finished(large.large(CPU)).rows
+    kernels = ["9 CUDA C++, tensor cores", "9 CUDA C++, two stages", STEP]
+    assert [row["step"] for row in rows] == [*kernels, STEP] * 2
+    assert [row["tflops"] for row in rows[:4]] == pytest.approx(
+        [x * 20 * 20 * 128 / 1e-3 / 1e12 for x in (4, 4, 4, 10)]
+    )
+    assert rows[4]["tflops"] == pytest.approx(rows[0]["tflops"] / 2)
 
 
 def test_own_work_counts_scores_where_they_leave_the_cache() -> None:

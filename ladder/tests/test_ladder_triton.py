@@ -21,7 +21,13 @@ from torch import Tensor
 
 from flashtile.testing.case import Case
 from flashtile.testing.tolerance import compare
-from flashtile_ladder import step04_standard, step08_triton_lite, step08_triton_lse, step08_triton_online
+from flashtile_ladder import (
+    step04_standard,
+    step08_triton_backward,
+    step08_triton_lite,
+    step08_triton_lse,
+    step08_triton_online,
+)
 from flashtile_ladder._host import triton_or_not
 from flashtile_ladder.related import triton_any_size
 
@@ -113,6 +119,29 @@ def assert_right_in_each_head(results: list[tuple[Tensor, Tensor]]) -> None:
                 torch.testing.assert_close(x[0, head].cpu().double(), y, rtol=0, atol=5e-6)
 
 
+def gradients(device: str = "cpu") -> list[tuple[str, dict[str, Any]]]:
+    """Backward: partial tiles, tiles that differ, more heads than one, and scores whose lse is far below 0."""
+    calls: list[tuple[str, dict[str, Any]]] = []
+    for n, causal, tiles, lowered in ((1, False, None, 0), (70, True, (32, 64, 16, 32), 0), (70, False, None, 300)):
+        q, k, v, dout = (torch.randn(1, 2, n, 16, device=device) for _ in range(4))
+        if lowered:
+            q, k = q.abs(), k - lowered
+        given = {"q": q, "k": k, "v": v, "causal": causal, "scale": 0.3, "dout": dout, "tiles": tiles}
+        calls.append(("step08_triton_backward", given))
+    return calls
+
+
+def assert_gradients_are_right(calls: list[tuple[str, dict[str, Any]]], results: list[Any]) -> None:
+    for (_, given), found in zip(calls, results, strict=True):
+        leaves = [given[name].cpu().double().requires_grad_() for name in "qkv"]
+        s = given["scale"] * (leaves[0] @ leaves[1].mT)
+        if given["causal"]:
+            s = s.masked_fill(torch.ones(s.shape[-2:]).triu(1) > 0, -math.inf)
+        exact = torch.autograd.grad(torch.softmax(s, -1) @ leaves[2], leaves, given["dout"].cpu().double())
+        for x, y in zip(found[2:], exact, strict=True):
+            torch.testing.assert_close(x.cpu().double(), y, rtol=1e-3, atol=1e-4 * max(1.0, float(y.abs().max())))
+
+
 def further(device: str = "cpu") -> list[tuple[str, dict[str, Any]]]:
     """A kernel that is no step: of any size, also of strided heads, with the running log-sum-exp too."""
     calls: list[tuple[str, dict[str, Any]]] = []
@@ -143,10 +172,15 @@ def attention_of(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple
 def test_in_the_interpreter(tmp_path: Path) -> None:
     """Lite of any size too: right with all keys in one tile, of any number, and wrong with two. And an exercise."""
     calls, others = [(module, arguments(case)) for module, case in PROBLEMS], further()
+    slopes = gradients()
     q, k, v = torch.randn(3, 65, 24)
     lite = [("related.triton_any_size", {"q": q, "k": k[:n], "v": v[:n], "softmax": "lite"}) for n in (24, 65)]
     exercise = ("exercise", {"name": "8a"})
-    *results, judged = run_simulated([*calls, *TILES, *others, *lite, exercise], tmp_path, TRITON_INTERPRET="1")
+    *results, judged = run_simulated(
+        [*slopes, *calls, *TILES, *others, *lite, exercise], tmp_path, TRITON_INTERPRET="1"
+    )
+    assert_gradients_are_right(slopes, results[: len(slopes)])
+    results = results[len(slopes) :]
     assert judged[0].startswith("Right on all")
     assert "the accumulator is not corrected when the maximum moves" in judged[1]
     assert_right_but_lite(results[: len(calls)])
@@ -165,6 +199,7 @@ def test_in_the_interpreter(tmp_path: Path) -> None:
         (step08_triton_lite, 80, "ieee", ""),
         (step08_triton_online, 90, "tf32", "tf32"),
         (step08_triton_lse, 80, "fp16", "f16"),
+        (step08_triton_backward, 90, "fp16", "f16"),
     ],
 )
 def test_compiles_for_a_gpu_that_is_not_here(
@@ -173,19 +208,21 @@ def test_compiles_for_a_gpu_that_is_not_here(
     """To machine code: Triton's interpreter takes more than its compiler does. Products are instructions of tensor
     cores in float16 and, where it is asked for, in TF32; "ieee" has none.
     """
-    if triton_or_not.interprets(module.kernel):
+    if triton_or_not.interprets(triton_or_not.tl.cdiv):
         pytest.skip("Triton interprets in this process")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    pointers = dict.fromkeys("QKVO", "*fp16" if precision == "fp16" else "*fp32") | {"LSE": "*fp32"}
+    kernel = module.dkdv_kernel if module is step08_triton_backward else module.kernel
+    pointers = dict.fromkeys((*"QKVO", "DO", "DK", "DV"), "*fp16" if precision == "fp16" else "*fp32")
+    pointers |= {"LSE": "*fp32", "DELTA": "*fp32"}
     types = pointers | {"N": "i32", "scale": "fp32", "scale_log2": "fp32"}
     constants = {"D": 32, "BLOCK_M": 64, "BLOCK_N": 64, "CAUSAL": True, "EVEN": False}
     constants["PRECISION"] = "ieee" if precision == "fp16" else precision
-    names = module.kernel.arg_names
+    names = kernel.arg_names
     source = ASTSource(
-        module.kernel,
+        kernel,
         signature={name: types.get(name, "constexpr") for name in names},
         constexprs={name: value for name, value in constants.items() if name in names},
     )
@@ -205,6 +242,14 @@ def test_on_a_gpu() -> None:
     assert_right_in_each_head([step08_triton_lse.attention(**given) for given in on_gpu])
     calls = further("cuda")
     assert_further_are_right(calls, [triton_any_size.attention(**given) for _, given in calls])
+    found = []
+    for _, given in (slopes := gradients("cuda")):
+        given = dict(given)
+        dout, tiles = given.pop("dout"), given.pop("tiles")
+        q, k, v, *mask = (given[name] for name in ("q", "k", "v", "causal", "scale"))
+        saved = step08_triton_backward.attention(**given)
+        found.append((*saved, *step08_triton_backward.backward(q, k, v, *saved, dout, *mask, tiles=tiles)))
+    assert_gradients_are_right(slopes, found)
     q, k, v = (torch.randn(256, 64, device="cuda") for _ in range(3))
     exact = step04_standard.attention(q.double(), k.double(), v.double())[0]
     errors = [
@@ -216,16 +261,16 @@ def test_on_a_gpu() -> None:
 
 @needs_triton
 def test_without_a_gpu_it_says_so() -> None:
-    """None of the three lets Triton's own error, "0 active drivers", through."""
-    for module in (step08_triton_lite, step08_triton_online, step08_triton_lse):
-        if triton_or_not.interprets(module.kernel):
-            pytest.skip("Triton interprets in this process")
+    """None of the four lets Triton's own error, "0 active drivers", through."""
+    if triton_or_not.interprets(triton_or_not.tl.cdiv):
+        pytest.skip("Triton interprets in this process")
+    for module in (step08_triton_lite, step08_triton_online, step08_triton_lse, step08_triton_backward):
         with pytest.raises(triton_or_not.TritonUnavailableError, match="Triton compiles for GPUs alone"):
             module.attention(*torch.randn(3, 64, 16))
 
 
 def test_without_triton_it_says_so() -> None:
-    """All three modules import everywhere."""
+    """All four modules import everywhere."""
     code = """
 import sys
 sys.modules['triton'] = None
@@ -241,7 +286,7 @@ for step in STEPS:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    assert len(lines) == 3
+    assert len(lines) == 4
     words = "Triton is not installed: `pip install triton`"
     assert all(line.startswith("TritonUnavailableError") and words in line for line in lines)
 

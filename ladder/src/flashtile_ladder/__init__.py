@@ -11,7 +11,7 @@ same form, for one head:
     out       [N, d]   softmax(scale * q @ k.T) @ v
     lse       [N]      log(sum_j exp(scale * q_i . k_j)), natural
 
-and, in steps 2 to 6 and 10, its backward pass:
+and, in steps 2 to 6 and 10 and in step 8's last, its backward pass:
 
     backward(q, k, v, out, lse, dout, causal=False, scale=None) -> (dq, dk, dv)
 
@@ -46,6 +46,7 @@ class Step(NamedTuple):
     after: str = ""  # the step that it follows from, by the name of its file; "" for the first
     tensors: bool = True  # False: rows are lists of Python numbers
     backward: bool = False
+    runs: str = "attention"  # what its program runs: that, or "backward"
     needs: str = ""  # beyond Python and PyTorch
 
     @property

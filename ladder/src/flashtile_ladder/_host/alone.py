@@ -32,8 +32,12 @@ ROWS_OF_A_BLOCK = {  # of compiled code: rows for which K and V are read once
     "step08_triton_lse": 64,
     "step09_cuda_warps": 1,
     "step09_cuda_registers": 64,
+    "step08_triton_backward": 32,
     "step09_cuda_tensor_cores": 64,
+    "step09_cuda_stages": 128,
+    "step09_hopper": 128,
 }
+HALVES = ("step09_cuda_tensor_cores", "step09_cuda_stages", "step09_hopper")  # in 16 bits
 ON_GPU = ("step09_cuda_rows", *(name for name in ROWS_OF_A_BLOCK if name != "step07_numba"))
 
 
@@ -61,18 +65,20 @@ def run(file: str, steps: Sequence[Step] = STEPS) -> int:
     show(f"Step {step.number}", f"{step.name}: {step.changed}")
     show("", f"one head, N = {q.shape[0]}, d = {q.shape[1]}, on {'the GPU' if device.type == 'cuda' else 'the CPU'}")
     try:
-        out = first(call(step, q, k, v)())
+        found = call(step, q, k, v)()
     except (RuntimeError, ValueError) as problem:
         print(f"cannot run: {problem}")
         show_next(steps[number:])
         return 1
-    show("out[0, :4]", ", ".join(f"{x:.6f}" for x in out[0, :4].tolist()))
-    show("largest error, from fp64", f"{float((out.cpu().double() - exact(q, k, v)).abs().max()):.1e}")
+    title, right = ("out", [exact(q, k, v)]) if step.runs == "attention" else ("dq", exact_gradients(q, k, v))
+    show(f"{title}[0, :4]", ", ".join(f"{x:.6f}" for x in first(found)[0, :4].tolist()))
+    pairs = zip([first(found), *found[1:]], right, strict=False)  # of attention out alone
+    show("largest error, from fp64", f"{max(float((x.cpu().double() - y).abs().max()) for x, y in pairs):.1e}")
     moved = bytes_moved(step, q, k, v)
     show("bytes", str(moved))
     before = next((x for x in steps if x.module == step.after), None)
     if before is not None:
-        compare_bytes(moved, before, q, k, v)
+        compare_bytes(moved, before, q, k, v, step.runs)
     compare_times(step, before, q, k, v)
     show("still open", step.still_open)
     show_next(steps[number:])
@@ -90,9 +96,9 @@ def show(title: str, words: str) -> None:
     print(f"{title:28} {words}".rstrip())
 
 
-def compare_bytes(moved: "Bytes | str", before: Step, q: Tensor, k: Tensor, v: Tensor) -> None:
+def compare_bytes(moved: "Bytes | str", before: Step, q: Tensor, k: Tensor, v: Tensor, runs: str) -> None:
     """The bytes of the step before on the same tensors."""
-    earlier = bytes_moved(before, q, k, v)
+    earlier = bytes_moved(before, q, k, v, runs)
     words = str(earlier)
     if isinstance(moved, Bytes) and isinstance(earlier, Bytes):
         ratio = moved.total / earlier.total
@@ -114,7 +120,8 @@ def compare_times(step: Step, before: Step | None, q: Tensor, k: Tensor, v: Tens
     if before is not None:
         try:
             show(
-                f"that of step {before.number}", f"{milliseconds(call(before, q, k, v), device):.4g} ms, {before.name}"
+                f"that of step {before.number}",
+                f"{milliseconds(call(before, q, k, v, step.runs), device):.4g} ms, {before.name}",
             )
         except (RuntimeError, ValueError) as problem:  # it needs what is not here, or takes other sizes
             show(f"that of step {before.number}", f"not here: {problem}")
@@ -139,16 +146,19 @@ def device_for(step: Step) -> torch.device:
     return torch.device("cuda" if step.module in ON_GPU and torch.cuda.is_available() else "cpu")
 
 
-def call(step: Step, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Any]:
-    """`attention` of the step on these tensors, in the form and dtype that it takes."""
+def call(step: Step, q: Tensor, k: Tensor, v: Tensor, runs: str = "") -> Callable[[], Any]:
+    """`attention` of the step on these tensors, in the form and dtype that it takes; or `backward`, with v as dout."""
     module = step.load()
+    if (runs or step.runs) == "backward":
+        out, lse = module.attention(q, k, v)
+        return lambda: module.backward(q, k, v, out, lse, v)
     if step.module == "step02_autograd":
         values = [module.values(x.tolist()) for x in (q, k, v)]
         return lambda: module.attention(*values)
     if not step.tensors:
         rows = [x.tolist() for x in (q, k, v)]
         return lambda: module.attention(*rows)
-    if step.module == "step09_cuda_tensor_cores":
+    if step.module in HALVES:
         q, k, v = (x.half() for x in (q, k, v))
     return lambda: module.attention(q, k, v)
 
@@ -167,10 +177,24 @@ def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), dim=-1) @ v
 
 
-def bytes_moved(step: Step, q: Tensor, k: Tensor, v: Tensor) -> Bytes | str:
+def exact_gradients(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """dq, dk, dv `[N, d]` of the same in fp64, for v as dout."""
+    leaves = [x.cpu().double().requires_grad_() for x in (q, k, v)]
+    return list(torch.autograd.grad(exact(*leaves), leaves, v.cpu().double()))
+
+
+def bytes_moved(step: Step, q: Tensor, k: Tensor, v: Tensor, runs: str = "") -> Bytes | str:
     """Reads and writes of HBM: counted where a step slices tensors, else from the bounds of its loops."""
     n, d = q.shape
     module = step.load()
+    if step.module == "step08_triton_backward":  # delta; a block of keys reads all rows, a block of rows all keys
+        visits = math.ceil(n / ROWS_OF_A_BLOCK[step.module])
+        read = 2 * n * d + (2 * n * d + visits * (2 * n * d + 2 * n)) + (2 * n * d + 2 * n + visits * 2 * n * d)
+        return Bytes(4 * read, 4 * (n + 3 * n * d), "from its loops")
+    if runs == "backward":
+        q, k, v = (x.cpu() for x in (q, k, v))
+        counts, _ = count(module.backward, [q, k, v, *module.attention(q, k, v), v])
+        return Bytes(counts["read"], counts["written"], "counted")
     if step.module in COUNTED:
         function = module.attention_in_kernels if step.module == "step04_standard" else module.attention
         counts, _ = count(function, [q.cpu(), k.cpu(), v.cpu()])
@@ -182,7 +206,7 @@ def bytes_moved(step: Step, q: Tensor, k: Tensor, v: Tensor) -> Bytes | str:
     if step.number < 4:  # the loops of step 2: each row of Q meets all rows of K and V
         itemsize = 8 if step.number == 2 else 4
         return Bytes(itemsize * (n * d + 2 * n * n * d), itemsize * n * (d + 1), "from its loops")
-    size = 2 if step.module == "step09_cuda_tensor_cores" else 4
+    size = 2 if step.module in HALVES else 4
     if step.module == "step09_cuda_rows":  # step 5's order: O, l and m come and go for each block of keys
         visits = math.ceil(n / module.macros["BLOCK_N"])
         read = size * (2 * n * d + visits * n * (2 * d + 2))

@@ -37,6 +37,7 @@ class CudaStep:
     macros: dict[str, int] = field(default_factory=dict)
     rows_for_a_read: int = 1  # rows for which a block reads K and V once
     state_in_hbm: bool = False  # m and l are arguments, and out begins with zeros
+    shared_bytes: Callable[[int], int] = lambda d: 0  # of dynamic shared memory, for a head dimension
     bugs: dict[str, Bug] = field(default_factory=dict)
     replaced: tuple[str, str] | None = None  # a text of the file, and what takes its place
 
@@ -73,7 +74,10 @@ class CudaStep:
         if self.state_in_hbm:
             call.out.zero_()
             state = torch.full_like(call.lse, -torch.inf), torch.zeros_like(call.lse)  # m and l [heads, N]
-        cuda_launch.launch(compiled, self.NAME, self.grid(call), self.threads, *call.arguments, *state)
+        size = self.shared_bytes(q.shape[-1])
+        cuda_launch.launch(
+            compiled, self.NAME, self.grid(call), self.threads, *call.arguments, *state, shared_bytes=size
+        )
         return call.out, call.lse
 
 
@@ -193,6 +197,16 @@ tensor_cores = TensorCores(
     HALVES,
     rows_for_a_read=64,
 )
+stages = CudaStep(
+    "step09_cuda_stages.cu",
+    "attention_stages",
+    (16, 32, 64, 128),  # powers of 2, for the swizzle
+    (256, 1),
+    tall(128),
+    HALVES,
+    rows_for_a_read=128,
+    shared_bytes=lambda d: 2 * d * (128 + 4 * 64),  # Q, and two stages of K and V
+)
 running_lse = CudaStep(
     "related/running_lse.cu",
     "attention_running_lse",
@@ -211,4 +225,4 @@ split_keys = CudaStep(
     HALVES,
     rows_for_a_read=64,
 )
-STEPS = {step.file.partition(".")[0]: step for step in (rows, warps, registers, tensor_cores)}
+STEPS = {step.file.partition(".")[0]: step for step in (rows, warps, registers, tensor_cores, stages)}

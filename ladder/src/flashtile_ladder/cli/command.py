@@ -37,7 +37,7 @@ EVERYWHERE = (
     "approximate",
     "rounding",
 )
-ON_A_GPU = ("cuda", "shared", "memory", "coalescing", "banks")
+ON_A_GPU = ("cuda", "large", "shared", "memory", "coalescing", "banks")
 LONG_RUNS = ("dtypes", "blocks")  # minutes on a GPU: where they are not asked for, their stored run is shown
 NAMES = EVERYWHERE + ON_A_GPU + LONG_RUNS
 
@@ -67,6 +67,7 @@ def main(
     for each byte, from the model; `tiles` and `widths`, bytes and time by tile and by head dimension; `pointwise`,
     operations that memory limits; `layers`, attention in a transformer, from the model; `approximate`, linear
     attention and hashed buckets; `rounding`, how far equal formulas differ. On a GPU also `cuda`, kernels in CUDA C++;
+    `large`, steps with tensor cores on a call that fills the GPU;
     `shared`, tiles of more than 48 KB; `memory`, latency and rate of each level; `coalescing` and `banks`, what orders
     of memory accesses cost; `dtypes`, all kernels in all dtypes by device time; `blocks`, Triton's tiles.
     Kernels of a GPU have no row on a CPU, and step 1, whose loops are Python's, none at all. docs/ladder.md explains

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import iomodel, step04_standard, step07_numba_cuda, step08_triton_lse, step10_variants
+from .. import iomodel, step04_standard, step07_numba_cuda, step08_triton_lse, step09_hopper, step10_variants
+from .._host.gluon_or_not import hopper_problem
 from ..iomodel import Machine, Shape, roofline
 from .clock import Clock
-from .gpu import NUMBA, STEP_9, cuda_problem, numba_problem
+from .gpu import HOPPER, NUMBA, STEP_9, cuda_problem, numba_problem
 from .library import STEP, attention
 from .measure import Measurement, Run, Table, in_tf32, tf32_products, triton_compiles
 from .rates import arithmetic, memory
@@ -189,6 +190,8 @@ def kernels(problem: Problem, device: torch.device) -> dict[str, Any]:
             half = dtype is torch.float16 and DTYPES[problem.label].itemsize == 2  # float16 and bfloat16
             if half or DTYPES[problem.label] is dtype:
                 found[name.removesuffix(", float16")] = functools.partial(step.attention, causal=causal)
+        if DTYPES[problem.label].itemsize == 2 and hopper_problem(device) is None:
+            found[HOPPER.removesuffix(", float16")] = functools.partial(step09_hopper.attention, causal=causal)
     if problem.heads == 1:
         found[VARIANTS] = lambda q, k, v: step10_variants.attention(q[0, 0], k[0, 0], v[0, 0], causal)
     return found

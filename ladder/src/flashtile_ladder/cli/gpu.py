@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import step07_numba_cuda, step08_triton_lse
+from .. import step07_numba_cuda, step08_triton_lse, step09_hopper
 from .._host import cuda_launch
 from .._host.cuda_compile import CudaUnavailableError, Source
-from .._host.cuda_steps import registers, rows, split_keys, tensor_cores, tile_bytes, warps
+from .._host.cuda_steps import registers, rows, split_keys, stages, tensor_cores, tile_bytes, warps
+from .._host.gluon_or_not import hopper_problem
 from ..measure import memory_levels, memory_patterns
 from ..related import block_query, shared_memory
 from .library import STEP, attention
@@ -23,8 +24,9 @@ STEP_9: dict[str, tuple[Any, torch.dtype]] = {
     "9 CUDA C++, warps": (warps, torch.float32),
     "9 CUDA C++, registers": (registers, torch.float32),
     "9 CUDA C++, tensor cores, float16": (tensor_cores, torch.float16),
+    "9 CUDA C++, two stages, float16": (stages, torch.float16),
 }
-NUMBA, TRITON = "7 Numba for CUDA", "8 Triton, lse"
+NUMBA, TRITON, HOPPER = "7 Numba for CUDA", "8 Triton, lse", "9 Gluon, Hopper, float16"
 
 
 def gpu_steps(device: torch.device) -> dict[str, Prepare]:
@@ -96,7 +98,7 @@ class Call(NamedTuple):
     name: str = ""
 
 
-def cuda_calls() -> dict[str, Call]:
+def cuda_calls(device: torch.device) -> dict[str, Call]:
     """Step 9; the block for each query with either reduction; keys to the warps; and the product."""
     calls = {
         name: Call(step.attention, dtype, step.source_for(64, dtype), step.NAME)
@@ -109,6 +111,8 @@ def cuda_calls() -> dict[str, Call]:
             title = f"block for each query, {reduction}{', float16' if dtype is torch.float16 else ''}"
             calls[title] = Call(attend, dtype, source, block_query.NAME)
     half = torch.float16
+    if hopper_problem(device) is None:
+        calls[HOPPER] = Call(step09_hopper.attention, half)
     calls["split-K, float16"] = Call(split_keys.attention, half, split_keys.source_for(64), split_keys.NAME)
     return calls | {f"{STEP}, {t}": Call(all_heads, getattr(torch, t)) for t in ("float32", "float16")}
 
@@ -121,7 +125,7 @@ def cuda(device: torch.device) -> Measurement:
     if problem is not None:
         table.notes.append(f"Not measured: {problem}")
         return table
-    calls = {name: x for name, x in cuda_calls().items() if cuda_launch.unavailable(device, x.dtype) is None}
+    calls = {name: x for name, x in cuda_calls(device).items() if cuda_launch.unavailable(device, x.dtype) is None}
     if numba_problem(device) is None:
         calls = {NUMBA: Call(functools.partial(head_by_head, step07_numba_cuda.attention))} | calls
     for n in CUDA_LENGTHS:
@@ -149,8 +153,9 @@ def taken(name: str, call: Call, device: torch.device) -> dict[str, Any]:
         return dict(zip(names, numba_takes(step07_numba_cuda.kernel(64)), strict=True))
     kernel = None if call.source is None else compiled(call.source, call.name, device)
     found: dict[str, Any] = {x: kernel and getattr(kernel, x) for x in names}
-    if kernel is not None and call.name == tensor_cores.NAME:
-        found["shared_bytes"] += tile_bytes(64, 64 + 64)  # which the launch asks for
+    asked = {tensor_cores.NAME: tile_bytes(64, 64 + 64), stages.NAME: stages.shared_bytes(64)}  # by the launch
+    if kernel is not None:
+        found["shared_bytes"] += asked.get(call.name, 0)
     return found
 
 

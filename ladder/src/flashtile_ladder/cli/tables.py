@@ -8,6 +8,7 @@ from .approximate import approximate
 from .dtypes import blocks, dtypes
 from .features import backward, features
 from .gpu import banks, coalescing, cuda, memory, shared
+from .large import large
 from .lite import lite
 from .long import long
 from .measure import Measurement
@@ -31,6 +32,7 @@ TABLES: dict[str, Callable[[torch.device], Measurement]] = {
     "approximate": approximate,
     "rounding": rounding,
     "cuda": cuda,
+    "large": large,
     "shared": shared,
     "memory": memory,
     "coalescing": coalescing,
