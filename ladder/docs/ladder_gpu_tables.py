@@ -13,6 +13,8 @@ from ladder_stored import PRODUCT, STANDARD, THREE, TRITON, MissingError, Row, c
 
 PUBLISHED_LEVELS = {"registers": (1, 19), "shared": (5, 19), "L2": (30, 4), "HBM": (400, 3)}  # cycles, TB/s
 TENSOR_CORES = "9 CUDA C++, tensor cores, float16"
+MMA, STAGES, HOPPER = "9 CUDA C++, tensor cores", "9 CUDA C++, two stages", "9 Gluon, Hopper"
+BACKWARD = "8 Triton, backward"
 LOSS = 0.97  # the report's rule: less of a peer's speed than this is a loss
 
 
@@ -146,6 +148,28 @@ def cuda() -> str:
     heading = [f"{x}, N = {n}" for n in lengths for x in ("ms", "TFLOP/s")]
     last = ("largest error", "registers", "local bytes", "shared bytes")
     return f"{markdown(('step', *heading, *last), body)}\n\n{cuda_words(found, lengths[-1])}"
+
+
+def large() -> str:
+    """Steps with tensor cores on a call that fills the GPU, and how far they are from the last one."""
+    found = rows("h200", "large")
+    lines: dict[tuple[str, str], list[str]] = {}
+    for row in found:  # masks come one after the other
+        lines.setdefault((row["pass"], row["step"]), []).extend(
+            figure(row[x]) for x in ("ms", "tflops", "peak_percent")
+        )
+    body = [[direction, code(step), *cells] for (direction, step), cells in lines.items()]
+    heading = [f"{x}, {mask}" for mask in ("full", "causal") for x in ("ms", "TFLOP/s", "% of peak")]
+    rates = {(row["pass"], row["step"]): row["tflops"] for row in found if row["mask"] == "full"}
+    share = {x: f"{100 * rate / rates[x[0], PRODUCT]:.0f}%" for x, rate in rates.items()}
+    stages, hopper = rates["forward", STAGES], rates["forward", HOPPER]
+    words = paragraph(
+        f"Two stages are worth {figure(stages / rates['forward', MMA])} times the kernel before, and Hopper's",
+        f"instructions {figure(hopper / stages)} times that: {share['forward', HOPPER]} of the product's rate.",
+        f"Triton's two kernels of backward reach {share['backward', BACKWARD]} of it, counted as five products",
+        "of which they do seven.",
+    )
+    return f"{markdown(('pass', 'step', *heading), sorted(body, key=lambda x: x[0], reverse=True))}\n\n{words}"
 
 
 def cuda_words(found: list[Row], n: int) -> str:

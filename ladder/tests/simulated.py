@@ -3,9 +3,9 @@ switched on before Numba or Triton is imported.
 
     TRITON_INTERPRET=1 python simulated.py CASES RESULTS
 
-CASES is a file of `torch.save` with a list of (module, arguments of `attention`); RESULTS gets the list of results. With
-`dout` among the arguments, gradients follow. The module "exercise" stands for the judge: its argument is the number of
-an exercise, and its results are the words for the solution and for the first known mistake.
+CASES is a file of `torch.save` with a list of (module, arguments of `attention`); RESULTS gets the list of results,
+with gradients where `dout` is an argument. The module "exercise" stands for the judge: its argument is the number of an
+exercise, and its results are the words for the solution and for the first known mistake.
 """
 
 import importlib

@@ -13,13 +13,13 @@ from click.testing import CliRunner
 
 from flashtile_ladder import __main__
 from flashtile_ladder._host import alone, cpp, cuda_launch, triton_or_not
-from flashtile_ladder.exercises import EMPTY, EXERCISES, Exercise, Mistake, barriers
+from flashtile_ladder.exercises import EMPTY, EXERCISES, Exercise, Mistake, banks, barriers
 from flashtile_ladder.exercises.command import main
 from flashtile_ladder.exercises.judge import judge, probes
 
 # Ten in every run, one for each kind of probe and of program; all of them with `-m course`.
 QUICK_MISTAKES = {"1a": 0, "1b": 3, "2b": 3, "3a": 0, "4a": 2, "5a": 3, "5b": 4, "6a": 0, "7b": 4, "9a": 0}
-SLOW = ("3b", "8a", "8b", "9a", "9b", "9c")  # test_in_the_interpreter has one of step 8 in every run
+SLOW = ("3b", "8a", "8b", "8c", "9a", "9b", "9c")  # test_in_the_interpreter has one of step 8 in every run
 MISTAKES = [
     pytest.param(name, mistake, marks=() if QUICK_MISTAKES.get(name) == place else pytest.mark.course)
     for name, exercise in EXERCISES.items()
@@ -43,7 +43,7 @@ def need(exercise: Exercise) -> None:
     """Skip where a compiler or Triton is not there."""
     if exercise.form == "triton" and not triton_or_not.INSTALLED:
         pytest.skip("Triton is not installed")
-    if (exercise.language != ".py" or exercise.form == "barriers") and cpp.compiler() is None:
+    if (exercise.language != ".py" or exercise.module == "exercises.barriers") and cpp.compiler() is None:
         pytest.skip("there is no C++ compiler")
 
 
@@ -167,17 +167,20 @@ def test_results_of_a_wrong_kind_are_told(wrong: object) -> None:
 
 
 def test_a_barrier_that_is_not_predicted_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = torch.tensor(1.0)
-    monkeypatch.setattr(
-        "flashtile_ladder.exercises.judge.barriers_that_may_go", lambda n: dict.fromkeys(barriers.BARRIERS, right)
-    )
+    monkeypatch.setattr(barriers, "holds", lambda name, n: True)
     verdict = judge(EXERCISES["9c"], lambda: {"rows, the tile is there": {16, 32, 33, 65}})
-    assert verdict.text.startswith("Wrong on 'a barrier less', N = 16, d = 16: there is no 'rows, the tile is read'")
-    predicted = {name: {16, 32} for name in barriers.BARRIERS}
+    assert verdict.text.startswith("Wrong on 'a prediction', N = 16, d = 16: there is no 'rows, the tile is read'")
+    predicted = {name: {16, 32} for name in barriers.CASES}
     assert (
         "At N = 33, without the barrier of 'rows, the tile is there', the result is right"
         in judge(EXERCISES["9c"], lambda: predicted).text
     )
+
+
+def test_banks_that_are_not_predicted_are_told() -> None:
+    predicted = banks.predicted() | {"rows as they are": {16}}
+    verdict = judge(EXERCISES["9d"], lambda: predicted)
+    assert verdict.text.startswith("At d = 16, 'rows as they are' takes 2 turns: not as predicted")
 
 
 def test_exercises_are_listed_by_the_package_itself(capsys: pytest.CaptureFixture[str]) -> None:

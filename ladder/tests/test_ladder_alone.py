@@ -126,7 +126,7 @@ def test_the_page_has_the_bytes_that_steps_print() -> None:
     """What a reader should see, where it is the same on every machine."""
     shown = dict(re.findall(r"<!-- bytes: (\w+) -->\n```text\n(.*)\n```", PAGE.read_text(encoding="utf-8")))
     steps = [step for step in STEPS if step.module in shown]
-    assert len(steps) == len(shown) == 8
+    assert len(steps) == len(shown) == 9
     for step in steps:
         assert shown[step.module] == str(alone.bytes_moved(step, *alone.inputs(step))), step.module
 

@@ -104,27 +104,22 @@ def oracle(probe: Probe) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def expected(exercise: Exercise, probe: Probe) -> dict[str, Tensor]:
-    if exercise.form == "barriers":
-        return barriers_that_may_go(probe.n)
+    if exercise.form == "predict":
+        step = exercise.step()
+        return {name: torch.tensor(float(step.holds(name, probe.n))) for name in step.CASES}
     if exercise.form == "softmax":
         return {"softmax": torch.softmax(tensors(probe)[1][:, 0], dim=0)}
     forward, gradients = oracle(probe)
+    if exercise.form == "triton" and exercise.function == "dkdv_kernel":
+        return {name: gradients[name] for name in ("dk", "dv")}
     if exercise.form == "triton" and not exercise.causal:
         return {"out": forward["out"]}
     return gradients if exercise.form == "backward" else forward
 
 
-@functools.cache
-def barriers_that_may_go(n: int) -> dict[str, Tensor]:
-    """By barrier, 1 if the kernel is right without it at N, else 0."""
-    from .barriers import BARRIERS, right_without
-
-    return {name: torch.tensor(float(right_without(name, n))) for name in BARRIERS}
-
-
 def call(exercise: Exercise, function: Callable[..., Any], probe: Probe) -> dict[str, Tensor]:
     """Results by name, and the bytes that moved where the step counts them."""
-    if exercise.form == "barriers":
+    if exercise.form == "predict":
         return {name: torch.tensor(float(probe.n in lengths)) for name, lengths in function().items()}
     q, k, v, dout = (x.to(dtype_of(exercise)) for x in tensors(probe))
     if exercise.form == "softmax":
@@ -156,14 +151,24 @@ def launched(exercise: Exercise, kernel: Any, probe: Probe, scale: float) -> dic
     """Results of a Triton kernel in the interpreter. Behind each tensor lie rows of NaN."""
     rows, keys = exercise.tile
     n, d = probe.n, probe.d
-    q, k, v, out = (torch.full((n + MARGIN, d), math.nan) for _ in range(4))
-    for room, x in zip((q, k, v), tensors(probe), strict=False):
+    q, k, v, dout, out, dk, dv = (torch.full((n + MARGIN, d), math.nan) for _ in range(7))
+    for room, x in zip((q, k, v, dout), tensors(probe), strict=True):
         room[:n] = x
-    lse = torch.full((n + MARGIN,), math.nan)
+    lse, delta = torch.full((n + MARGIN,), math.nan), torch.full((n + MARGIN,), math.nan)
     values: dict[str, Any] = {"Q": q, "K": k, "V": v, "O": out, "LSE": lse, "N": n, "D": d, "PRECISION": "ieee"}
+    values |= {"DO": dout, "DELTA": delta, "DK": dk, "DV": dv}
     values |= {"scale": scale, "scale_log2": scale * LOG2_E, "BLOCK_M": rows, "BLOCK_N": keys}
     values |= {"CAUSAL": probe.causal, "EVEN": n % keys == 0}
-    kernel[(math.ceil(n / rows),)](**{name: values[name] for name in inspect.signature(kernel.fn).parameters})
+    backward = exercise.function == "dkdv_kernel"
+    if backward:
+        right = oracle(probe)[0]
+        lse[:n], delta[:n] = right["lse"], (right["out"] * dout[:n]).sum(dim=1)
+    grid = math.ceil(n / (keys if backward else rows)), 1
+    kernel[grid](**{name: values[name] for name in inspect.signature(kernel.fn).parameters})
+    if backward:
+        if not (dk[n:].isnan().all() and dv[n:].isnan().all()):
+            raise IndexError("keys from N on are written")
+        return {"dk": dk[:n], "dv": dv[:n]}
     if not (out[n:].isnan().all() and lse[n:].isnan().all()):
         raise IndexError("rows from N on are written")
     return {"out": out[:n]} | ({"lse": lse[:n]} if exercise.causal else {})
@@ -174,10 +179,8 @@ def dtype_of(exercise: Exercise) -> torch.dtype:
 
 
 def probes(exercise: Exercise) -> list[Probe]:
-    if exercise.form == "barriers":
-        from .barriers import LENGTHS
-
-        return [Probe("a barrier less", n, 16) for n in LENGTHS]
+    if exercise.form == "predict":
+        return [Probe("a prediction", n, 16) for n in exercise.step().SIZES]
     if exercise.tile[0]:
         chosen = of_tiles(*exercise.tile, exercise.d)
         return [x for x in chosen if exercise.causal or (not x.causal and x.n % exercise.tile[0] == 0)]
@@ -251,9 +254,8 @@ def first_failure(exercise: Exercise, found: list[Results]) -> str:
                 return (
                     f"{about}: bytes read and written are {x.int().tolist()}, those of the step {right.int().tolist()}"
                 )
-            if exercise.form == "barriers":
-                found_so = "right" if right else "wrong"
-                return f"At N = {probe.n}, without the barrier of {name!r}, the result is {found_so}: not as predicted"
+            if exercise.form == "predict":
+                return f"{exercise.step().sentence(name, probe.n, bool(right))}: not as predicted"
             at = bad.nonzero()[0].tolist()
             return f"{about}: {name}{at} is {float(x[tuple(at)]):.6g}, not {float(right[tuple(at)]):.6g}"
     return ""
