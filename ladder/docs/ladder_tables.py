@@ -4,7 +4,9 @@ All come from the stored runs of `flashtile-ladder` and from benchmarks/results.
 so that it says what the run says.
 """
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from cells import markdown
 from ladder_agreement import agreement
@@ -45,6 +47,9 @@ from ladder_gpu_tables import (
 from ladder_stored import CPP, CPP_GRAPH, FLOATS, GRAPH, machine, or_missing
 
 from flashtile_ladder import STEPS
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+import hosted  # noqa: E402
 
 BACKWARD = {
     "step": "step",
@@ -113,8 +118,29 @@ def steps() -> str:
     return markdown(("step", "", "what changed", "what is still open, and where it is mended", "needs"), body)
 
 
+CHAPTERS = {
+    "1_softmax": "[what attention is](#what-attention-is), [softmax, and merging](#softmax-and-merging)",
+    "2_standard": "[standard attention, and its bytes](#standard-attention-and-its-bytes)",
+    "3_flash1": "[FlashAttention-1](#flashattention-1)",
+    "4_flash2": "[FlashAttention-2](#flashattention-2)",
+    "5_backward": "[backward](#backward)",
+    "6_kernels": "[Triton](#numba-and-triton-one-kernel) and [CUDA C++](#cuda-c), without a GPU",
+}
+
+
+def notebooks() -> str:
+    """The chapters, with links to hosted notebooks where the repository has an address."""
+    url = hosted.repository()
+    body = [
+        [f"[{name[0]}](../examples/{name}.ipynb)", words, *([hosted.links(url, f"{name}.ipynb")] if url else [])]
+        for name, words in CHAPTERS.items()
+    ]
+    return markdown(("notebook", "goes with", *(["open in"] if url else [])), body)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "ladder_steps": steps,
+    "ladder_notebooks": notebooks,
     "ladder_cpu_machine": lambda: machine("cpu"),
     "ladder_cpu_stack": lambda: stack("cpu"),
     "ladder_cpu_factors": factors,

@@ -17,6 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hosted import repository, with_address
+
 FOLDER = Path(__file__).parent
 CHAPTERS = sorted(FOLDER.glob("[1-9]_*.ipynb"))
 
@@ -62,6 +64,7 @@ def differing(path: Path) -> list[int]:
 
 def store(path: Path) -> None:
     notebook = json.loads(path.read_text(encoding="utf-8"))
+    notebook = with_address(notebook, path.name, repository())
     for number, (cell, made) in enumerate(zip(code_cells(notebook), run(notebook, path.name), strict=True), 1):
         cell |= {"execution_count": number, "outputs": made}
     path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -17,6 +17,7 @@ from flashtile_ladder import __main__, iomodel, step05_flash1, step06_flash2
 from flashtile_ladder._host import cpp, triton_or_not
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
+import hosted
 import run_notebooks
 
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "ladder.ipynb"
@@ -102,6 +103,34 @@ def test_all_chapters_print_what_is_stored() -> None:
     command = [sys.executable, run_notebooks.__file__, "--check"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stdout) == (0, "6 notebooks: as stored\n"), done.stderr
+
+
+def test_a_hosted_notebook_is_one_click_away() -> None:
+    """Where the repository has an address; the stored notebooks and the page are as the setting says."""
+    path = run_notebooks.CHAPTERS[0]
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    bare = hosted.with_address(stored, path.name, "")
+    for address, words in {
+        "https://github.com/one/two": (
+            "/github/one/two/blob/main/ladder/examples/1_softmax.ipynb",
+            "/v2/gh/one/two/main",
+        ),
+        "https://example.org/two": ("/v2/git/https%3A%2F%2Fexample.org%2Ftwo/main?labpath=ladder%2Fexamples%2F1_",),
+    }.items():
+        found = hosted.with_address(stored, path.name, address)
+        title, links, install, *rest = found["cells"]
+        assert [title, *rest] == bare["cells"]
+        assert all(word in links["source"][0] for word in words)
+        assert ("Colab" in links["source"][0]) == ("github" in address)
+        code = "".join(install["source"])
+        assert f"git+{address}#subdirectory=ladder" in code
+        exec(compile(code, "install", "exec"), {})  # nothing, where the course is installed
+        assert hosted.with_address(found, path.name, address) == found
+        assert hosted.with_address(found, path.name, "") == bare
+    assert hosted.links("", path.name) == ""
+    for chapter in run_notebooks.CHAPTERS:
+        notebook = json.loads(chapter.read_text(encoding="utf-8"))
+        assert notebook == hosted.with_address(notebook, chapter.name, hosted.repository())
 
 
 @pytest.mark.parametrize("chapter", run_notebooks.CHAPTERS, ids=lambda path: path.stem)
