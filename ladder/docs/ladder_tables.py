@@ -49,7 +49,7 @@ from ladder_stored import CPP, CPP_GRAPH, FLOATS, GRAPH, machine, or_missing
 from flashtile_ladder import STEPS
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-import hosted  # noqa: E402
+import hosted
 
 BACKWARD = {
     "step": "step",

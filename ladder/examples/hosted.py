@@ -31,7 +31,7 @@ def repository() -> str:
 
 
 def links(url: str, notebook: str) -> str:
-    """Markdown that opens a notebook in Colab, of a repository on GitHub, and in Binder, of any; nothing without one."""
+    """Markdown that opens a notebook: in Colab from a repository on GitHub, in Binder from any; nothing without one."""
     path, found = f"{FOLDER}/{notebook}", []
     if not url:
         return ""
