@@ -38,7 +38,8 @@ from .step07_numba import NumbaUnavailableError, require_numba
 
 # Names that NumPy 2 has dropped and that versions of Numba of that time still ask for when they are imported.
 for old, new in (("row_stack", "vstack"), ("in1d", "isin"), ("trapz", "trapezoid")):
-    vars(np).setdefault(old, vars(np).get(new))
+    if not hasattr(np, old):
+        setattr(np, old, getattr(np, new))
 
 cuda: Any
 float32: Any

@@ -28,8 +28,8 @@ except ImportError:  # no Triton, or one before Gluon
     TensorDescriptor = None
 
 tma: Any = getattr(hopper, "tma", None)  # of one tile; the second names are those of Triton 3.6
-tma_load = getattr(tma, "async_load", None) or getattr(tma, "async_copy_global_to_shared", None)
-tma_store = getattr(tma, "async_store", None) or getattr(tma, "async_copy_shared_to_global", None)
+tma_load: Any = getattr(tma, "async_load", None) or getattr(tma, "async_copy_global_to_shared", None)
+tma_store: Any = getattr(tma, "async_store", None) or getattr(tma, "async_copy_shared_to_global", None)
 
 HEAD_DIMS, DTYPES = (64, 128), (torch.float16, torch.bfloat16)
 

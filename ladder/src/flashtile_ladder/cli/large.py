@@ -65,7 +65,8 @@ def backward(device: torch.device, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
 
     def library(causal: bool) -> Run:
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        return functools.partial(torch.autograd.grad, attention(*leaves, causal), leaves, dout, retain_graph=True)
+        out = attention(leaves[0], leaves[1], leaves[2], causal)
+        return functools.partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
 
     def triton(causal: bool) -> Run:
         out, lse = step08_triton_lse.attention(q, k, v, causal)
