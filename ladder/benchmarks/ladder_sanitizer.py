@@ -2,8 +2,9 @@
 
 Each tool runs the kernels on short sequences that no tile divides: memcheck looks for accesses outside of arrays,
 racecheck for shared memory that is read and written without a barrier between, synccheck for barriers that not all
-threads reach. Those of attention are one process, those that measure memory another, Numba's a third. Two runs have a
-mistake that has to be found: a barrier less, for racecheck, and a bound less, for memcheck.
+threads reach. Those of attention in CUDA C++ are one process, those that measure memory another, Numba's a third, and
+those in Triton and Gluon a fourth. Two runs have a mistake that has to be found: a barrier less, for racecheck, and a
+bound less, for memcheck.
 """
 
 import argparse
@@ -28,7 +29,7 @@ def run_kernels() -> None:
     """Every kernel of attention in CUDA C++ once or twice: partial tiles, causal or not."""
     import torch
 
-    from flashtile_ladder._host.cuda_steps import registers, rows, split_keys, tensor_cores, warps
+    from flashtile_ladder._host.cuda_steps import registers, rows, split_keys, stages, tensor_cores, warps
     from flashtile_ladder._host.cuda_steps import running_lse as running_lse_cuda
     from flashtile_ladder.related import block_query
 
@@ -40,11 +41,12 @@ def run_kernels() -> None:
     for reduction in ("tree", "shuffles"):
         block_query.attention(q, k, v, reduction=reduction)
         block_query.attention(q16, k16, v16, reduction=reduction)
-    for stages in (1, 2):
-        tensor_cores.attention(q16, k16, v16, True, stages=stages)
-        tensor_cores.attention(q16, k16, v16, True, block_m=128, stages=stages)
+    stages.attention(q16, k16, v16, True)
+    for number in (1, 2):
+        tensor_cores.attention(q16, k16, v16, True, stages=number)
+        tensor_cores.attention(q16, k16, v16, True, block_m=128, stages=number)
         q_wide, k_wide, v_wide = torch.randn(3, 77, 248, device="cuda").half()
-        tensor_cores.attention(q_wide, k_wide, v_wide, block_n=32, stages=stages)
+        tensor_cores.attention(q_wide, k_wide, v_wide, block_n=32, stages=number)
     torch.cuda.synchronize()
 
 
@@ -81,6 +83,21 @@ def run_numba() -> None:
     torch.cuda.synchronize()
 
 
+def run_triton() -> None:
+    """Step 8's last kernels, and step 9's in Gluon where the GPU is a Hopper one."""
+    import torch
+
+    from flashtile_ladder import step08_triton_backward, step09_hopper
+    from flashtile_ladder._host.gluon_or_not import hopper_problem
+
+    q, k, v = torch.randn(3, 1, 2, 200, 64, device="cuda").half()
+    out, lse = step08_triton_backward.attention(q, k, v, True)
+    step08_triton_backward.backward(q, k, v, out, lse, v, True)
+    if hopper_problem(q.device) is None:
+        step09_hopper.attention(q, k, v, True)
+    torch.cuda.synchronize()
+
+
 def run_without_a_bound() -> None:
     """Step 9's first kernel, in which the last tile of keys is taken for a full one: it reads behind K and V."""
     import torch
@@ -94,7 +111,7 @@ def run_without_a_bound() -> None:
 
 
 def run_without_a_barrier() -> None:
-    """Step 9's last kernel, in which V is copied over K while some warps still read K."""
+    """Step 9's tensor-core kernel, in which V is copied over K while some warps still read K."""
     import torch
 
     from flashtile_ladder._host.cuda_steps import tensor_cores as step
@@ -110,17 +127,19 @@ RUNS = {
     "kernels": run_kernels,
     "memory": run_memory_kernels,
     "numba": run_numba,
+    "triton": run_triton,
     "barrier": run_without_a_barrier,
     "bound": run_without_a_bound,
 }
-CORRECT = ("kernels", "memory", "numba")
+CORRECT = ("kernels", "memory", "numba", "triton")
 MISTAKES = (("racecheck", "barrier"), ("memcheck", "bound"))  # and the tool that finds it
 
 
 def planned() -> list[tuple[str, str]]:
     """Tools and what they run; Numba's kernel where Numba is installed."""
     correct = [what for what in CORRECT if what != "numba" or importlib.util.find_spec("numba") is not None]
-    return [*MISTAKES, *((tool, what) for what in correct for tool in TOOLS)]
+    tools = {"triton": TOOLS[:1]}  # racecheck knows nothing of barriers that count bytes
+    return [*MISTAKES, *((tool, what) for what in correct for tool in tools.get(what, TOOLS))]
 
 
 def checked(tool: str, what: str, sanitizer: str) -> dict[str, Any]:

@@ -284,6 +284,7 @@ def sanitizer() -> str:
         "kernels": "kernels of attention in CUDA C++",
         "memory": "kernels that measure memory",
         "numba": "step 7's kernel",
+        "triton": "backward in Triton, and step 9's kernel in Gluon",
         "barrier": "step 9, tensor cores, with one barrier less",
         "bound": "step 9, rows, with one bound less",
     }
