@@ -28,7 +28,7 @@ from flashtile_ladder import (
     step10_variants,
 )
 from flashtile_ladder._host import cpp as step03_cpp
-from flashtile_ladder.related import running_lse, softmax_passes, stream_k, tiled_matmul, unified_max
+from flashtile_ladder.related import softmax_passes, stream_k, tiled_matmul, unified_max
 
 
 def step(module: str) -> Any:
@@ -520,7 +520,6 @@ def test_a_deterministic_backward_does_not_depend_on_who_comes_first() -> None:
 
 OTHER_FILES: dict[str, Callable[..., Any]] = {
     "softmax passes": softmax_passes.attention,
-    "running lse": running_lse.attention,
     "stream-K": stream_k.attention,
     "unified max": unified_max.attention,
     "tiles without softmax": lambda q, k, v: tiled_matmul.chained(q, k, v, 4),

@@ -14,7 +14,8 @@ Two remedies. Carry l and take one logarithm at the end, as steps 6 to 9 do: l i
 Or shift by m_new = max(lse, rowmax(S)), as early Triton kernels of the FlashAttention library did: then the argument of
 log is 1 and a small number, and little more than the rounding of lse is left (`shift="lse"`).
 
-`python -m flashtile_ladder.related.running_lse` prints the errors of all three.
+As whole kernels: triton_any_size.py, and running_lse.cu. Here is lse alone, for rows so long that attention would take
+minutes. `python -m flashtile_ladder.related.running_lse` prints the errors of all three.
 """
 
 import math
@@ -22,46 +23,7 @@ import math
 import torch
 from torch import Tensor
 
-from .._host.shapes import one_shape
-from ..step06_flash2 import cut, hide_future
-
-BLOCK_M, BLOCK_N = 64, 64
-
-
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool = False,
-    scale: float | None = None,
-    *,
-    shift: str = "scores",
-    block_m: int = BLOCK_M,
-    block_n: int = BLOCK_N,
-) -> tuple[Tensor, Tensor]:
-    """`[N, d]` to out `[N, d]` and lse `[N]`, in tiles of `block_m` rows and `block_n` keys.
-
-    `shift` is "scores", the largest score so far, or "lse", the larger of the running lse and the tile's scores.
-    """
-    n, d = one_shape(q, k, v)
-    scale = 1 / math.sqrt(d) if scale is None else scale
-    out, lse = torch.empty_like(q), q.new_empty(n)  # [N, d], [N]
-    for rows in cut(0, n, block_m):
-        q_i = scale * q[rows]  # [Br, d]
-        m, lse_i = q_i.new_full((len(q_i),), -math.inf), q_i.new_full((len(q_i),), -math.inf)  # [Br] x 2
-        acc = torch.zeros_like(q_i)  # [Br, d]
-        for keys in cut(0, rows.stop if causal else n, block_n):
-            s = hide_future(q_i @ k[keys].mT, rows, keys, causal)  # [Br, Bc]
-            m_new = torch.maximum(m if shift == "scores" else lse_i, s.amax(dim=1))  # [Br]
-            p = torch.exp(s - m_new[:, None])  # [Br, Bc]
-            acc = torch.exp(m - m_new)[:, None] * acc + p @ v[keys]
-            lse_i = m_new + torch.log(torch.exp(lse_i - m_new) + p.sum(dim=1))  # a logarithm for each tile
-            m = m_new
-        out[rows], lse[rows] = torch.exp(m - lse_i)[:, None] * acc, lse_i
-    return out, lse
-
-
-# Only lse, for rows so long that attention would take minutes ---------------------------------------------------------
+BLOCK_N = 64  # keys of a tile
 
 
 def running_sum(x: Tensor, block: int = BLOCK_N) -> Tensor:
@@ -75,7 +37,9 @@ def running_sum(x: Tensor, block: int = BLOCK_N) -> Tensor:
 
 
 def running_lse(x: Tensor, block: int = BLOCK_N, shift: str = "scores") -> Tensor:
-    """Scores `[R, N]` to lse `[R]` with lse carried; `shift` as for `attention`."""
+    """Scores `[R, N]` to lse `[R]` with lse carried. `shift` is "scores", the largest score so far, or "lse", the
+    larger of the running lse and the tile's scores.
+    """
     m, lse = x.new_full((len(x),), -math.inf), x.new_full((len(x),), -math.inf)  # [R]
     for tile in x.split(block, dim=1):
         m = torch.maximum(m if shift == "scores" else lse, tile.amax(dim=1))

@@ -22,16 +22,11 @@ Br + Bc is proportional to 1 / d. The bytes of a pass, N² d / Br of K and V, gr
 34 KB and not 36, and 82 KB are given for 16 keys, which take 74.25. (32 keys take 82.5, and 49.5 became 50.) The same
 account once writes 8M where it means 8 KB.
 
-`python -m flashtile_ladder.related.shared_memory` prints the table, and on a GPU times and errors of the kernel.
+`python -m flashtile_ladder.related.shared_memory` prints the table; `flashtile-ladder --table shared` has times.
 """
 
 import math
 from typing import Any, NamedTuple
-
-import torch
-
-from .._host.cuda_steps import tensor_cores
-from ..measure.memory_patterns import fastest_ms
 
 KB = 1024
 STATIC_LIMIT = 48 * KB  # without asking
@@ -92,7 +87,7 @@ TILES = (
     Tile(128, 32, 256),
 )
 PUBLISHED_KB = {TILES[0]: 18, TILES[1]: 36, TILES[2]: 36, TILES[5]: 66, TILES[6]: 50, TILES[7]: 82}
-MEASURED = (  # by the table `shared`, and by this file on a GPU
+MEASURED = (  # by the table `shared`
     Tile(64, 64, 64),
     Tile(64, 64, 64, stages=2),
     Tile(128, 64, 64, stages=2),
@@ -105,18 +100,6 @@ MEASURED = (  # by the table `shared`, and by this file on a GPU
     Tile(64, 32, 256, stages=2),
     Tile(128, 32, 256, stages=2),
 )
-
-
-def measured(tile: Tile) -> str:
-    """Time and error of step 9's kernel with this tile, on a GPU."""
-    q, k, v = torch.randn(3, 1, 16, 2048, tile.d, device="cuda").half()
-    exact = torch.softmax(q[0, 0].double() @ k[0, 0].double().mT / math.sqrt(tile.d), dim=1) @ v[0, 0].double()
-    words = f"{tile.rows:>3} x {tile.keys}, d = {tile.d:>3}, stages {tile.stages}: {tile.bytes / KB:5.1f} KB"
-    try:
-        error = (tensor_cores.attention(q, k, v, **tile.keywords)[0][0, 0] - exact).abs().max()
-    except ValueError as problem:  # larger than this GPU allows
-        return f"{words}: {problem}"
-    return f"{words}, {fastest_ms(lambda: tensor_cores.attention(q, k, v, **tile.keywords)):.3f} ms, error {error:.1e}"
 
 
 def main() -> None:
@@ -132,8 +115,6 @@ def main() -> None:
         rows = max(r for r in range(16, 1024, 16) if largest_keys(STATIC_LIMIT, r, d) >= r)
         mib = streamed_bytes(4096, rows, d) / 2**20
         print(f"d = {d:>3}: 48 KB hold square tiles of {rows:>3}, K and V are {mib:.0f} MiB for N = 4096")
-    for tile in MEASURED if torch.cuda.is_available() else ():
-        print(measured(tile))
 
 
 if __name__ == "__main__":
