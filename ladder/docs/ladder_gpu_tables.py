@@ -153,12 +153,12 @@ def cuda() -> str:
 def large() -> str:
     """Steps with tensor cores on a call that fills the GPU, and how far they are from the last one."""
     found = rows("h200", "large")
-    lines: dict[tuple[str, str], list[str]] = {}
-    for row in found:  # masks come one after the other
-        lines.setdefault((row["pass"], row["step"]), []).extend(
-            figure(row[x]) for x in ("ms", "tflops", "peak_percent")
-        )
-    body = [[direction, code(step), *cells] for (direction, step), cells in lines.items()]
+    own = {(row["pass"], row["step"], row["mask"]): row for row in found}
+    columns = [(mask, x) for mask in ("full", "causal") for x in ("ms", "tflops", "peak_percent")]
+    body = [
+        [*key[:1], code(key[1]), *(figure(own.get((*key, mask), {}).get(x)) for mask, x in columns)]
+        for key in dict.fromkeys((row["pass"], row["step"]) for row in found)
+    ]
     heading = [f"{x}, {mask}" for mask in ("full", "causal") for x in ("ms", "TFLOP/s", "% of peak")]
     rates = {(row["pass"], row["step"]): row["tflops"] for row in found if row["mask"] == "full"}
     share = {x: f"{100 * rate / rates[x[0], PRODUCT]:.0f}%" for x, rate in rates.items()}
