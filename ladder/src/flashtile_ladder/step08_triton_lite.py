@@ -24,17 +24,8 @@ BLOCK_M = BLOCK_N = 64
 
 @triton.jit
 def kernel(
-    Q,
-    K,
-    V,
-    O,
-    N,
-    scale,
-    D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    Q, K, V, O, N, scale, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     cols = tl.arange(0, D)  # [D]
     q = tl.load(Q + rows[:, None] * D + cols[None, :])  # [BLOCK_M, D]

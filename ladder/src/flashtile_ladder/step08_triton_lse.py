@@ -34,25 +34,12 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def inner(
-    q,  # [BLOCK_M, D]
-    m,  # [BLOCK_M]
-    l,  # [BLOCK_M]
-    acc,  # [BLOCK_M, D]
-    rows,  # [BLOCK_M]
-    K,
-    V,
-    N,
-    first,
-    last,
-    scale_log2,
-    D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    EVEN: tl.constexpr,
-    PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """The online softmax over the keys `[first, last)`; scores are in units of log 2."""
+    q, m, l, acc, rows, K, V, N, first, last, scale_log2, D: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over the keys `[first, last)`; scores are in units of log 2. q and acc are
+    `[BLOCK_M, D]`; m, l and rows `[BLOCK_M]`.
+    """
     cols = tl.arange(0, D)  # [D]
     for start in range(first, last, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
@@ -80,20 +67,9 @@ def inner(
 
 @triton.jit
 def kernel(
-    Q,
-    K,
-    V,
-    O,
-    LSE,
-    N,
-    scale_log2,
-    D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    EVEN: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    Q, K, V, O, LSE, N, scale_log2, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)  # 64 bits: heads * N * D may pass 2^31
     Q += head * N * D
     K += head * N * D

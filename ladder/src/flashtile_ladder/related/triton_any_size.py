@@ -34,27 +34,10 @@ SOFTMAXES = ("lite", "online", "running lse")
 
 @triton.jit
 def kernel(
-    Q,
-    K,
-    V,
-    O,
-    LSE,
-    rows_in_all,
-    keys_in_all,
-    d,
-    scale,
-    q_row,  # strides, in elements
-    q_col,
-    k_row,
-    k_col,
-    v_row,
-    v_col,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    SOFTMAX: tl.constexpr,
-):
+    Q, K, V, O, LSE, rows_in_all, keys_in_all, d, scale, q_row, q_col, k_row, k_col, v_row, v_col,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, SOFTMAX: tl.constexpr,
+):  # fmt: skip
+    """Strides are in elements."""
     first_row = tl.program_id(0) * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     cols = tl.arange(0, BLOCK_D)  # [BLOCK_D]
