@@ -3,7 +3,7 @@
 The change, from the kernel of mma.sync before.
 
 - The copy engine (TMA) moves a whole tile for one instruction of one thread, swizzles it on the way, and fills with
-  zeros what lies beyond N. Nobody computes addresses, and no register holds what is on its way.
+  zeros what lies beyond N. No thread computes addresses, and no register holds what is on its way.
 - A product of 64 rows is one instruction of 128 threads, a warpgroup (wgmma), which reads K and V from shared memory
   by itself and returns before it is done.
 - Three roles in place of one. A warp loads; two warpgroups of 64 rows each multiply. They meet at barriers in shared
@@ -68,7 +68,7 @@ def kernel(
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """[COUNT, 1] barriers; a phase of one is over after so many arrivals and all announced bytes."""
+    """[COUNT, 1] barriers; a phase of one is over after ARRIVALS arrivals and all announced bytes."""
     made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], hopper.mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         hopper.mbarrier.init(made.index(i), count=ARRIVALS)

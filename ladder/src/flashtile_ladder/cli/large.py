@@ -23,7 +23,7 @@ BACKWARD = "8 Triton, backward"
 
 
 def large(device: torch.device) -> Measurement:
-    """Forward of what has tensor cores, and backward of step 8, beside the last step's."""
+    """Forward steps with tensor cores, by name; each takes causal and returns the call."""
     table = Table("large", f"Tensor cores, float16: {HEADS} heads, N = {LENGTH}, d = {WIDTH}, time of the device alone")
     table.see = "From mma.sync to Hopper's instructions is the largest jump of all, and the one without a formula."
     yield "compiling"
