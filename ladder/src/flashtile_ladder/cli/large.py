@@ -23,7 +23,7 @@ BACKWARD = "8 Triton, backward"
 
 
 def large(device: torch.device) -> Measurement:
-    """Forward steps with tensor cores, by name; each takes causal and returns the call."""
+    """Steps with tensor cores, forward and backward, and the last step."""
     table = Table("large", f"Tensor cores, float16: {HEADS} heads, N = {LENGTH}, d = {WIDTH}, time of the device alone")
     table.see = "From mma.sync to Hopper's instructions is the largest jump of all, and the one without a formula."
     yield "compiling"
@@ -49,6 +49,7 @@ def large(device: torch.device) -> Measurement:
 
 
 def forward(device: torch.device, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[bool], Run]]:
+    """By step, from `causal` to the call."""
     steps: dict[str, Any] = {}
     if triton_compiles(device):
         steps[TRITON] = functools.partial(step08_triton_lse.attention, block_m=128, block_n=64)
