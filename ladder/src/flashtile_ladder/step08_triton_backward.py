@@ -2,8 +2,8 @@
 
 The change. Forward has left lse, so any tile of P can be made again: P = exp(S - lse), without a maximum or a sum.
 Step 6's backward adds to dK and dV of a block of keys, which stay, and to dQ of every block of rows, which does not:
-programs that run at the same time would add to the same numbers. Here no numbers are shared. A program of `dkdv` owns a block
-of keys and goes over the rows; one of `dq` owns a block of rows and goes over the keys, as in forward.
+programs that run at the same time would add to the same numbers. Here no numbers are shared. A program of `dkdv` owns a
+block of keys and goes over the rows; one of `dq` owns a block of rows and goes over the keys, as in forward.
 
 The cost. S and dP are made in both: seven products for each tile in place of five. What is gained is that no addition
 waits for another one, and that the sums have one order: the same bits in each run.
