@@ -73,4 +73,5 @@ def backward(device: torch.device, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
         out, lse = step08_triton_lse.attention(q, k, v, causal)
         return functools.partial(step08_triton_backward.backward, q, k, v, out, lse, dout, causal)
 
-    return ({BACKWARD: triton} if triton_compiles(device) else {}) | {STEP: library}
+    steps: dict[str, Callable[[bool], Run]] = {BACKWARD: triton} if triton_compiles(device) else {}
+    return steps | {STEP: library}
