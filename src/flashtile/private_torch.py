@@ -98,6 +98,7 @@ _set_forward_mode: Any = find("torch.autograd.forward_ad", "_set_fwd_grad_enable
 forward_mode: Callable[[], AbstractContextManager[Any]] = (
     nullcontext if _set_forward_mode is None else functools.partial(_set_forward_mode, True)
 )
+is_forward_mode_enabled = find("torch._C", "_is_fwd_grad_enabled", true)
 _eager_transforms: Any = find("torch._functorch", "eager_transforms", None)
 
 
@@ -152,13 +153,19 @@ _DISPATCH_NAMES = (
 _DISPATCH: Any = tuple(find("torch._C", name, None) for name in _DISPATCH_NAMES)
 _DISPATCH = None if any(x is None for x in _DISPATCH) else _DISPATCH
 # Whether an operator's own work can be differentiated in forward mode; without that, forward mode is composed.
-differentiates_inside_operators = _DISPATCH is not None and _set_forward_mode is not None
+differentiates_inside_operators = not any(x is None for x in (_DISPATCH, _set_forward_mode, AutoDispatchBelowAutograd))
 _ONE_LEVEL = hasattr(torch.autograd.Function.__base__, "apply") and unwrap_if_dead is not None
 
 
 def apply_at_one_level(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` without its binding of arguments and its search for transforms, if there is such a thing."""
     return super(torch.autograd.Function, function).apply if _ONE_LEVEL else function.apply  # type: ignore[misc]
+
+
+# A context in which torch.func lets a function be applied at one of its levels.
+single_level: Callable[[], AbstractContextManager[Any]] = find(
+    "torch._functorch.utils", "enable_single_level_autograd_function", nullcontext
+)
 
 
 def skip_lookup_of_backward(function: type[torch.autograd.Function]) -> None:

@@ -11,6 +11,7 @@ from formula import EXAMPLES, FP64, TWO_ROWS, Example, Outputs, dense, dense_for
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import flashtile
 
@@ -382,21 +383,63 @@ def test_a_batch_of_directions_shares_the_results() -> None:
     assert_close(found, expected)
 
 
-def test_a_linear_map_is_a_program_with_an_operator() -> None:
-    """It can be batched, and differentiated by torch.autograd; forward mode would lose tangents, which raises."""
+def summed(f: Callable[..., Outputs], *rest: Tensor) -> Callable[[Tensor], Tensor]:
+    """A loss of a linear map, of its first argument."""
+    return lambda dx: sum(((x**3).sum() for x in f(dx, *rest)), torch.zeros((), dtype=FP64))
+
+
+OF_LINEAR_MAPS: dict[str, Callable[[Callable[..., Outputs], tuple[Tensor, ...]], Any]] = {
+    "values": lambda f, x: f(*x),
+    "vmap": lambda f, x: vmap(f)(*(torch.stack((y, 2 * y)) for y in x)),
+    "backward": lambda f, x: of_leaves(f, x),
+    "grad": lambda f, x: grad(summed(f, *x[1:]))(x[0]),
+    "vjp": lambda f, x: vjp(f, *x)[1](f(*x)),
+    "jvp": lambda f, x: jvp(f, x, tuple(2 * y for y in x)),
+    "jvp of one": lambda f, x: jvp(lambda dx: f(dx, *x[1:]), x[:1], x[:1])[1],
+    "duals": lambda f, x: tangents_of_duals(f, x, (*x[:1], None, *x[2:])),
+    "linearize": lambda f, x: linearize(f, *x)[1](*x),
+    "vmap of grad": lambda f, x: vmap(grad(summed(f, *x[1:])))(torch.stack((x[0], 2 * x[0]))),
+    "hessian": lambda f, x: hessian(summed(f, *x[1:]))(x[0]),
+    "grad of grad": lambda f, x: grad(lambda dx: grad(summed(f, *x[1:]))(dx).square().sum())(x[0]),
+}
+
+
+def of_leaves(f: Callable[..., Outputs], tangents: tuple[Tensor, ...]) -> Any:
+    leaves = [x.clone().requires_grad_() for x in tangents]
+    return torch.autograd.grad([x.square().sum() for x in f(*leaves)], leaves)
+
+
+@pytest.fixture(scope="module")
+def linear_maps() -> tuple[Callable[..., Outputs], Callable[..., Outputs], tuple[Tensor, ...]]:
+    """Of attention and of its formula, after the first call, which folds constants."""
     example = dense({"causal": True}, batch=1, heads=(2, 1), bias=randn(1, 1, 5, 7))
     maps = [linearize(f, *example.tensors)[1] for f in (example.fused, example.formula)]
-    tangents = example.tangents()
-    assert_close(*(f(*tangents) for f in maps))
-    assert_close(*(vmap(f)(*(torch.stack((x, 2 * x)) for x in tangents)) for f in maps))
+    for f in maps:
+        f(*example.tangents())
+    return maps[0], maps[1], example.tangents()
 
-    def gradients(f: Callable[..., Outputs]) -> Any:
-        leaves = [x.clone().requires_grad_() for x in tangents]
-        return torch.autograd.grad([x.square().sum() for x in f(*leaves)], leaves)
 
-    assert_close(*map(gradients, maps))
+@pytest.mark.parametrize("how", OF_LINEAR_MAPS)
+def test_transforms_of_a_linear_map(how: str, linear_maps: Any) -> None:
+    """A function of torch.func.linearize is a program with the operator of forward mode."""
+    *maps, tangents = linear_maps
+    found, expected = (OF_LINEAR_MAPS[how](f, tangents) for f in maps)
+    assert all(x.any() for x in torch.utils._pytree.tree_leaves(expected))
+    assert_close(found, expected)
+
+
+def test_a_traced_program_whose_inputs_move() -> None:
+    """Forward mode of a program with forward mode needs second-order tangents, which an operator does not have."""
+    example = dense({"causal": True}, batch=1, heads=(2, 1))
+    program = make_fx(lambda *x: jvp(example.fused, x[:3], x[3:])[1])(*example.tensors, *example.tangents())
+    inputs = (*example.tensors, *example.tangents())
+    assert_close(program(*inputs), jvp(example.formula, example.tensors, example.tangents())[1])
+    assert_close(
+        jvp(lambda *dx: program(*example.tensors, *dx), example.tangents(), example.tangents(2))[1],
+        jvp(example.formula, example.tensors, example.tangents(2))[1],
+    )
     with pytest.raises(flashtile.AttentionError, match="traced"):
-        jvp(lambda dq: maps[0](dq, *tangents[1:]), tangents[:1], tangents[:1])
+        jvp(lambda q: program(q, *inputs[1:]), inputs[:1], inputs[3:4])
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 
 from .. import private_torch
 from ..call.call import DIFFERENTIABLE, Call, Settings, Tangents, Tensors, differentiable_positions, split_row_stats
+from ..call.eager import in_forward_mode
 from ..dynamo import untraced
 from ..expression.registry import held
 from . import batched, operators
@@ -150,40 +151,58 @@ def gradients_of_both(
     return [*of_flat, *of_tangents]
 
 
-def save_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], of: operators.Operators) -> None:
-    moves, tangents, *arguments = inputs
-    call = of.call(arguments)
-    ctx.moves, ctx.settings = moves, call.settings
-    ctx.functions = held(call.settings.score_mod, call.settings.mask_mod)
-    ctx.save_for_backward(*output[:2], *call.tensors.flat(), *tangents)
-
-
-def derivative_of_operator(ctx: Any, *cotangents: Tensor, of: operators.Operators) -> tuple[Any, ...]:
-    """The derivative of an operator of forward mode in a traced program, as of a function that torch.func.linearize
-    returns.
+class TangentsOfProgram(AttentionTangents):
+    """An operator of forward mode in a traced program, as of a function that torch.func.linearize returns, at the level
+    whose tensors it gets.
     """
-    num_present = sum(ctx.moves)
-    out, row_stats, *tensors = ctx.saved_tensors
-    call = Call(Tensors.from_flat(tensors[:-num_present]), ctx.settings)
-    cout, cstats, cdout, cdlse = cotangents
-    clse = split_row_stats(call.tensors.q, cstats)[0]
-    found = iter(tensors[-num_present:])
-    tangents = [next(found) if moves else None for moves in ctx.moves]
-    _, of_tangents, *of_arguments = ctx.needs_input_grad
-    flags = iter(of_tangents)
-    needed = [bool(x) for x in of.call(of_arguments).tensors.flat()]
-    needed += [bool(next(flags)) if moves else False for moves in ctx.moves]
-    gradients = gradients_of_both(call, tangents, (out, row_stats), (cout, clse, cdout, cdlse), needed)
-    num_flat = len(call.tensors.flat())
-    absent = Settings(*(None for _ in Settings._fields))  # type: ignore[arg-type]
-    of_call = of.arguments(Call(Tensors.from_flat(gradients[:num_flat]), absent))
-    return None, [x for x, moves in zip(gradients[num_flat:], ctx.moves, strict=True) if moves], *of_call
+
+    @staticmethod
+    def forward(of: DualCall, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        """Outer levels differentiate too: what PyTorch turns off in here is for this one."""
+        with torch.enable_grad(), private_torch.forward_mode(), private_torch.AutoDispatchBelowAutograd():
+            return AttentionTangents.forward(of, *tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        AttentionTangents.setup_context(ctx, inputs, output)
+        settings = inputs[0].settings
+        ctx.functions = held(settings.score_mod, settings.mask_mod)
+
+    @staticmethod
+    @untraced
+    def jvp(ctx: Any, _: None, *moving: Tensor | None) -> tuple[Tensor, ...]:
+        """Tangents are linear in those of inputs. Where an input moves too, it would take another level's function."""
+        if any(x is not None for x in moving[: ctx.num_flat]):
+            raise operators.dropped_tangents()
+        out, row_stats, *tensors = ctx.saved_tensors
+        flat = tensors[: ctx.num_flat]
+        call = Call(Tensors.from_flat(flat), ctx.settings)
+        with operators.handled_tangents():
+            along = Tangents.from_flat(moving[ctx.num_flat :])
+            dout, dlse = operators.operators_of(call).with_tangents(call, along)[2:]
+        return torch.zeros_like(out), torch.zeros_like(row_stats), dout, with_still_residual(call, dlse)
 
 
-for _of in operators.OPERATORS.values():
-    torch.library.register_autograd(
-        f"flashtile::{_of.name}_tangents",
-        functools.partial(derivative_of_operator, of=_of),
-        setup_context=functools.partial(save_operator, of=_of),
-        lib=operators.LIBRARY,
-    )
+def run_differentiated(
+    moves: list[bool], tangents: list[Tensor], *arguments: Any, of: operators.Operators
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """An operator of forward mode with its derivatives. PyTorch's `register_autograd` makes a function that torch.func
+    does not take (before 2.15), and that has no forward mode.
+    """
+    call = of.call(arguments)
+    flat, found = call.tensors.flat(), iter(tangents)
+    moving = [next(found) if x else None for x in moves]
+    forward = in_forward_mode() and private_torch.is_forward_mode_enabled()
+    reverse = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*flat, *moving))
+    if not (forward or reverse):
+        with private_torch.AutoDispatchBelowAutograd():
+            return of.tangents(moves, tangents, *arguments)  # type: ignore[no-any-return]
+    with private_torch.single_level():
+        apply = private_torch.apply_at_one_level(TangentsOfProgram)
+        out, row_stats, dout, dstats = apply(DualCall(call.settings, len(flat)), *flat, *moving)
+    return out, row_stats, dout, split_row_stats(call.tensors.q, dstats)[0]
+
+
+if private_torch.AutoDispatchBelowAutograd is not None:
+    for _of in operators.OPERATORS.values():
+        operators.LIBRARY.impl(f"{_of.name}_tangents", functools.partial(run_differentiated, of=_of), "Autograd")

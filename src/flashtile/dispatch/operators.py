@@ -340,10 +340,14 @@ def run_second(
 def refuse_dropped_tangents() -> None:
     """Raise an error if an operator runs in forward mode as part of a traced program."""
     if in_forward_mode() and not forward_mode.handled:
-        raise AttentionError(
-            "a traced or compiled program that contains attention was called in forward mode, which would drop the "
-            "tangent.\n  accepted: forward mode around flashtile.attention(q, k, v) itself, untraced"
-        )
+        raise dropped_tangents()
+
+
+def dropped_tangents() -> AttentionError:
+    return AttentionError(
+        "a traced or compiled program that contains attention was called in forward mode, which would drop the "
+        "tangent.\n  accepted: forward mode around flashtile.attention(q, k, v) itself, untraced"
+    )
 
 
 def check_numbers(function: str, call: Call) -> None:
