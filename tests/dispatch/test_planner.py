@@ -242,6 +242,23 @@ def test_forward_mode_of_wide_heads_is_hoppers() -> None:
         assert [x.backend for x in found] == ["hopper", "triton"]
 
 
+def test_forward_mode_of_few_tiles_splits_keys() -> None:
+    """Where programs would be left without work; a mask's lists of blocks are whole."""
+
+    def chosen(width: int, **options: Any) -> Any:
+        q, k = (torch.empty(1, 8, n, width, dtype=torch.bfloat16) for n in (64, 2**16))
+        problem = Problem.describe(described_call(q, k, k, None, None, options)).bucketed()
+        with (
+            mock.patch.multiple(SUPPORT["triton"], unusable=lambda: None),
+            mock.patch.multiple(SUPPORT["hopper"], unusable=lambda: None),
+        ):
+            return planner._plan.__wrapped__(problem, H100, "auto", None, QKV)
+
+    for width in (64, 128):
+        assert (chosen(width).backend, chosen(width).num_splits > 4) == ("triton", True)
+    assert chosen(64, mask=torch.empty(1, 1, 64, 2**16, dtype=torch.bool)).num_splits == 1
+
+
 def test_forward_mode_in_tiled_warns_on_a_gpu() -> None:
     """Once, if no kernel takes it."""
     _warn_once.cache_clear()

@@ -125,6 +125,8 @@ BUGS = (
     Bug("tangents: slopes", "score_tangent.score_tangent", "ds -= dslope", "ds += dslope", "moving, slopes"),
     Bug("tangents: sink stands still", "tangents.init", "rows.l.total * dsink", "0.0", "moving, sinks"),
     Bug("tangents: table stands still", "score_tangent.score_tangent", "s.modified[2]", "0.0", "moving, score_mod"),
+    Bug("tangents: splits", "combine_tangents.combine_splits", "- row_dlse * out_rows", "", "moving, splits"),
+    Bug("tangents: dlse of splits", "combine_tangents.combine_splits", "weight * u", "u", "moving, splits"),
     Bug("tangents: score_mod", "score_tangent.score_tangent", "ds * s.modified[1]", "ds", "moving, score_mod"),
 )
 
@@ -197,6 +199,7 @@ CALLS |= {
     "moving, softcap": lambda: moving(CALLS["softcap"](), ("q",)),
     "moving, slopes": lambda: moving(CALLS["slopes"](), ("alibi_slopes",)),
     "moving, sinks": lambda: moving(CALLS["sinks"](), ("sinks",)),
+    "moving, splits": lambda: moving(dense_case(batch=1, seqlen_q=4, seqlen_k=34, causal=True, num_splits=2)),
     "moving, score_mod": lambda: moving(CALLS["score_mod"]()),
 }
 

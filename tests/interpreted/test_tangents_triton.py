@@ -13,6 +13,7 @@ from variants import VARIANTS
 
 import flashtile
 from flashtile.backend.gpu import replay
+from flashtile.backend.triton.launch import tangents as launch
 from flashtile.testing.case import Case
 from flashtile.testing.generate import random_case
 from flashtile.testing.moving import moving
@@ -90,3 +91,15 @@ def test_a_repeated_call_is_replayed() -> None:
                 if seed > 1:
                     patches.enter_context(mock.patch.object(replay, "Recorder", side_effect=AssertionError))
                 assert_right(case)
+
+
+@pytest.mark.parametrize("num_splits", [2, 3])
+@pytest.mark.parametrize("name", ["hdim 64 causal", "window", "bias", "sinks", "dropout", "mask", "packed everything"])
+def test_programs_share_the_keys_of_a_tile(name: str, num_splits: int) -> None:
+    """Some splits have no block, and some rows no key."""
+    variant = replace(VARIANTS[name], dtype=torch.float32 if name == "window" else torch.float16)
+    variant = replace(variant, head_dim=min(variant.head_dim, 32), heads=(2, 1))
+    case = variant.case(num_splits, "cpu", (17, 33))
+    with mock.patch.object(launch, "new_semaphores", wraps=launch.new_semaphores) as shared:
+        assert_right(moving(replace(case, arguments=case.arguments | {"num_splits": num_splits})))
+    assert shared.called

@@ -89,7 +89,7 @@ def cost_of(plan: Plan, subject: Subject, device: Device) -> Cost:
     problem, needs, moves = subject.problem, subject.needs, subject.moves
     if moves is not None:
         if plan.backend == "triton":
-            return triton.tangents(problem, device, plan.tile, moves)
+            return triton.tangents(problem, device, plan.tile, moves, plan.num_splits)
         forward = hopper.forward(problem, device, plan.tile.forward, plan.num_splits)
         return hopper.tangents(problem, device, forward, plan.tile.tangents, moves)
     if plan.backend == "triton":
@@ -112,7 +112,7 @@ def described(plan: Plan, subject: Subject) -> str:
 def words_of_tangents(plan: Plan) -> str:
     x = plan.tile.tangents
     if plan.backend == "triton":
-        return f"{x.block_m}x{x.block_n}x{x.num_warps}x{x.num_stages}"
+        return f"{x.block_m}x{x.block_n}x{x.num_warps}x{x.num_stages} splits {plan.num_splits}"
     return f"{x.block_m}x{x.block_n}x{x.kv_stages} heads {x.heads_at_once} splits {plan.num_splits}"
 
 

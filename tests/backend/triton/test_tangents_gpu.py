@@ -11,7 +11,7 @@ import flashtile
 from flashtile.backend.triton.plan import candidates
 from flashtile.backend.triton.tile_config import KernelConfig
 from flashtile.bench.allocation import live_and_peak_bytes
-from flashtile.dispatch import fast_path
+from flashtile.dispatch import fast_path, planner
 from flashtile.testing.case import Case
 from flashtile.testing.generate import random_case
 from flashtile.testing.moving import moving
@@ -76,6 +76,17 @@ def test_some_inputs_move(names: tuple[str, ...]) -> None:
     q, k, v = made(2, 4, 333, 257, 64)
     case = Case("attention", {"q": q, "k": k, "v": v, "causal": "top_left"}, forward_only=True)
     assert not failures(moving(case, names))
+
+
+@pytest.mark.parametrize("num_splits", [2, 7, 64])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_programs_share_the_keys_of_a_tile(head_dim: int, num_splits: int) -> None:
+    """Some have no block: rows see no key beyond the window, and there are fewer blocks than splits."""
+    q, k, v = made(1, 4, 300, 1111, head_dim, heads_kv=2)
+    options = {"q": q, "k": k, "v": v, "num_splits": num_splits, "window": (500, 0)}
+    assert not failures(moving(Case("attention", options, forward_only=True)))
+    options["bias"] = torch.randn(1, 4, 300, 1112, device="cuda", dtype=torch.bfloat16)[..., :1111]
+    assert not failures(moving(Case("attention", options, forward_only=True)))
 
 
 def test_long_rows() -> None:
@@ -143,3 +154,41 @@ def test_autocast_and_checkpoint() -> None:
     expected = along(*(x.bfloat16() for x in (q, k, v)))
     assert torch.equal(out, expected[0])
     assert torch.equal(dout, expected[1])
+
+
+def test_of_a_layer_compiled_and_recorded() -> None:
+    """nn.Attention by functional_call, in a CUDA graph, around torch.compile, and trained through the results."""
+    layer = flashtile.nn.Attention(128, 2, device="cuda", dtype=torch.bfloat16)
+    parameters = {name: x.detach() for name, x in layer.named_parameters()}
+    x, dx = (torch.randn(2, 300, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+    def along(of: Any) -> Tensors:
+        def network(x: torch.Tensor) -> torch.Tensor:
+            return torch.func.functional_call(of, parameters, (x,), {"causal": True})  # type: ignore[no-any-return]
+
+        return torch.func.jvp(network, (x,), (dx,))  # type: ignore[no-any-return]
+
+    with flashtile.calls() as counts:
+        expected = along(layer)
+    assert [(row.direction, row.backend) for row in counts.rows] == [("tangents", "triton")]
+    assert all(torch.equal(x, y) for x, y in zip(along(torch.compile(layer)), expected, strict=True))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        along(layer)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = along(layer)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_what_no_kernel_takes_is_tiled_with_one_warning() -> None:
+    q, k, v = (x.double() for x in made(1, 2, 33, 33, 64))
+    planner._warn_once.cache_clear()
+    fast_path.forget()
+    with flashtile.calls() as counts:
+        with pytest.warns(flashtile.AttentionWarning, match="forward mode"):
+            along(q, k, v)
+        along(q, k, v)  # a second warning would be an error, by pytest's settings
+    assert [(row.direction, row.backend, row.calls) for row in counts.rows] == [("tangents", "tiled", 2)]

@@ -101,7 +101,9 @@ def tangent_candidates(problem: Problem, device: Device, moves: Needs) -> list[C
     from ..gpu.rates import rates_of
     from .plan import candidates, cost
 
-    ways = [(tile, 1, cost.tangents(problem, device, tile, moves)) for tile in candidates.tangents(problem, device)]
+    ways = [
+        (tile, n, cost.tangents(problem, device, tile, moves, n)) for tile, n in candidates.tangents(problem, device)
+    ]
     return ranked(ways, rates_of(device))
 
 

@@ -2,7 +2,7 @@
 
 A row's tangents are `dlse = sum p ds` and `dout = sum p (dv + ds v) - dlse out`, with weights `p` that add up to 1. The
 online softmax keeps `sum p ds` next to `l`, and a second accumulator next to that of `out`; all are rescaled alike.
-Products of tensors that stand still are compiled away.
+Products of tensors that stand still are compiled away. As in `forward`, `SPLITS` programs can share the keys of a tile.
 """
 
 from typing import NamedTuple
@@ -11,6 +11,9 @@ import triton
 import triton.language as tl
 
 from . import scores, softmax
+from .combine import is_last_split
+from .combine_tangents import TangentPartials, combine_splits
+from .forward import split_of
 from .kernel import Pointer, kernel
 from .keys import key_value_head, load_k, load_pages, load_v, tile_in_pages
 from .masking import block_list, first_visit, key_blocks, key_bounds, mask_fill, nth_visit, num_visits
@@ -33,18 +36,20 @@ class TangentState(NamedTuple):
 @kernel
 def tangents_kernel(
     q: QueryTensor, k: KeyTensor, v: KeyTensor, out: QueryTensor, dq: QueryTensor, dk: KeyTensor, dv: KeyTensor,
-    dout: QueryTensor, lse: RowTensor, residual: Pointer, dlse: Pointer, moving: FeatureTangents, params: Params,
-    CONFIG: tl.constexpr,
+    dout: QueryTensor, lse: RowTensor, residual: Pointer, dlse: Pointer, partials: TangentPartials,
+    moving: FeatureTangents, params: Params, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """`out [B, H, Sq, Dv]`, `lse [B, H, Sq]` with its residual of natural scores, and their tangents, or packed."""
     ALIGN: tl.constexpr = CONFIG.ALIGN
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     COMPENSATED: tl.constexpr = CONFIG.COMPENSATED
     NATURAL: tl.constexpr = CONFIG.NATURAL
+    SPLITS: tl.constexpr = CONFIG.SPLITS
     D: tl.constexpr = CONFIG.HEAD_DIM
     DV: tl.constexpr = CONFIG.HEAD_DIM_V
     lengths = params.lengths
-    work = query_tile(lengths, tl.program_id(0), lengths.num_heads_q, 1, BLOCK_M, tl.arange(0, CONFIG.BLOCK_B))
+    split, program = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
+    work = query_tile(lengths, program, lengths.num_heads_q, 1, BLOCK_M, tl.arange(0, CONFIG.BLOCK_B))
     if work.start < work.seqlen:
         row = work.start + tl.arange(0, BLOCK_M)
         exists = row < work.seqlen
@@ -67,10 +72,12 @@ def tangents_kernel(
 
         last = tl.minimum(work.start + BLOCK_M - 1, work.seqlen - 1)
         blocks = key_blocks(params, work.start, last, info.shift, kv.seqlen, CONFIG.BLOCK_N)
+        if SPLITS > 1:
+            blocks = split_of(blocks, split, SPLITS, CONFIG.BLOCK_N)
         listed = block_list(params, b, work.head, work.start // BLOCK_M)
         rows = row[:, None]
         bounds = key_bounds(params, rows, info.shift, kv.seqlen)
-        with_sink = work.sequence < lengths.batch
+        with_sink = (split == 0) & (work.sequence < lengths.batch)
         state = init(params.scores.sinks, moving.dsinks, work.head, with_sink, info.factor, CONFIG)
         LOWER: tl.constexpr = (
             lengths.leftpad_k is not None
@@ -95,14 +102,26 @@ def tangents_kernel(
             weight *= params.dropout.keep_scale
         out_i = scaled(state.rows.acc, weight[:, None], DV)
         lse_row = b * elements(lse.stride_b, 1) + work.head * elements(lse.stride_h, 1) + token  # [M]
-        out_rows = head_pointer(out, b, work.head, ALIGN) + token * elements(out.stride_m, ALIGN)
-        dout_rows = head_pointer(dout, b, work.head, ALIGN) + token * elements(dout.stride_m, ALIGN)
-        store_rows(out_rows[:, None], out_i, exists, DV)
-        store_rows(dout_rows[:, None], along_row(state.acc, weight, row_dlse, out_i, DV), exists, DV)
-        tl.store(lse.data + lse_row, row_lse, mask=exists)
-        tl.store(dlse + lse_row, row_dlse, mask=exists)
-        if NATURAL:
-            tl.store(residual + lse_row, row_residual, mask=exists)
+        if SPLITS == 1:
+            out_rows = head_pointer(out, b, work.head, ALIGN) + token * elements(out.stride_m, ALIGN)
+            dout_rows = head_pointer(dout, b, work.head, ALIGN) + token * elements(dout.stride_m, ALIGN)
+            store_rows(out_rows[:, None], out_i, exists, DV)
+            store_rows(dout_rows[:, None], along_row(state.acc, weight, row_dlse, out_i, DV), exists, DV)
+            tl.store(lse.data + lse_row, row_lse, mask=exists)
+            tl.store(dlse + lse_row, row_dlse, mask=exists)
+            if NATURAL:
+                tl.store(residual + lse_row, row_residual, mask=exists)
+        else:
+            partial_row = split * elements(partials.stride_split, 1) + lse_row
+            width_row = partial_row[:, None] * DV.WIDTH
+            store_rows(partials.partial_out + width_row, out_i, exists, DV)
+            store_rows(partials.partial_dout + width_row, scaled(state.acc, weight[:, None], DV), exists, DV)
+            tl.store(partials.partial_lse + partial_row, row_lse, mask=exists)
+            tl.store(partials.partial_dlse + partial_row, row_dlse, mask=exists)
+            if NATURAL:
+                tl.store(partials.partial_residual + partial_row, row_residual, mask=exists)
+            if is_last_split(partials.semaphores + program, SPLITS):
+                combine_splits(partials, out, dout, lse, dlse, residual, b, work, CONFIG)
 
 
 @triton.jit

@@ -1,5 +1,6 @@
 """The launch of a forward pass with tangents."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,15 +14,17 @@ from ...gpu.kernel import Kernel
 from ...gpu.pairs import ALIGN, pair_align, pair_scalars, pair_strides, with_contiguous_keys
 from ...gpu.replay import Recorder
 from ...replays import Results
-from ...scalars import lse_strides, rows_last, strides
+from ...scalars import lse_strides, rows_last, splits_of, strides
 from ..constants import TangentConstants
 from ..tile_config import KernelConfig
 from . import KERNELS
 from . import arguments as args
 from .formulas import launch
 from .gradients import residual_of
+from .semaphores import new_semaphores
 
 TANGENTS = Kernel(f"{KERNELS}.tangents", "tangents_kernel")
+PARTIALS = ("partial_out", "partial_dout", "partial_lse", "partial_dlse", "partial_residual", "semaphores")
 
 
 def launch_tangents(recorder: Recorder, plan: Plan, call: Call, moves: Needs) -> Results:
@@ -42,7 +45,15 @@ def launch_tangents(recorder: Recorder, plan: Plan, call: Call, moves: Needs) ->
     out, dout = (args.new_result(recorder, call, new_rows(t.q, q.shape[1], v.shape[-1], q.dtype), 0) for _ in range(2))
     align = args.alignment([x for x in (q, k, v, out, dout, dq, dk, dv) if x is not None])
     tiles = args.num_tiles(call, config.block_m)
-    lists, list_strides = block_lists(recorder, call, config.block_m, config.block_n, None)
+    programs, splits = tiles * q.shape[1] * args.dense_batch(q), splits_of(call, plan.num_splits, config.block_n)
+    lists, list_strides = block_lists(recorder, call, config.block_m, config.block_n, None) if splits == 1 else ({}, {})
+    partials: dict[str, Tensor | None] = dict.fromkeys(PARTIALS)
+    if splits > 1:  # with the rows of lse: [splits, B, H, S, Dv] or [splits, H, T, Dv]
+        rows = ["partial_lse", "partial_dlse", *["partial_residual"] * call.keeps_residual]
+        layouts = dict.fromkeys(rows, ((splits, *lse.shape), torch.float32))
+        wide = ((splits, *lse.shape, v.shape[-1]), torch.float32)
+        partials |= recorder.workspace(row_stats, {"partial_out": wide, "partial_dout": wide} | layouts)
+        partials["semaphores"] = recorder.op(partial(new_semaphores, q.device, programs))
     captured = [x for x in tangents.score_mod_tensors if x is not None]
     every = (*t.score_mod_tensors, *captured)
     results = {
@@ -58,11 +69,12 @@ def launch_tangents(recorder: Recorder, plan: Plan, call: Call, moves: Needs) ->
         TANGENTS,
         args.pointers(recorder, call, q, k, v)
         | results
+        | partials
         | moving
         | {"sinks": t.sinks}
         | lists
         | captured_pointers(every),
-        tiles * q.shape[1] * args.dense_batch(q),
+        programs * splits,
         {
             **args.shared_scalars(call, q, k, v, align),
             **captured_scalars(every),
@@ -75,7 +87,8 @@ def launch_tangents(recorder: Recorder, plan: Plan, call: Call, moves: Needs) ->
             **list_strides,
             **lse_strides(lse),
             "stride_dslopes_b": None if (x := tangents.alibi_slopes) is None else x.shape[1] if x.dim() == 2 else 0,
-            **constants(call, config, align, moves),
+            **constants(call, config, align, moves, splits),
+            "stride_partials_split": None if splits == 1 else lse.numel(),
             "num_tiles": tiles,
         },
         tangents=captured,
@@ -97,9 +110,9 @@ def pair_units(call: Call, dbias: Tensor | None) -> dict[str, Any]:
     return {**pair_scalars(t, unit), **pair_strides("dbias", dbias, unit)}
 
 
-def constants(call: Call, config: KernelConfig, align: int, moves: Needs) -> dict[str, Any]:
+def constants(call: Call, config: KernelConfig, align: int, moves: Needs, splits: int = 1) -> dict[str, Any]:
     """As `arguments.constants`, and what moves."""
-    found = args.constants(call, config, align)
+    found = args.constants(call, config, align, splits=splits)
     compiled = TangentConstants(
         **vars(found["CONFIG"]),
         PRODUCTS_MOVE=moves.q or moves.k,

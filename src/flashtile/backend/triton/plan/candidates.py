@@ -59,15 +59,32 @@ def forward(problem: Problem, device: Device) -> Iterator[tuple[TileConfig, int]
         yield plain._replace(forward=tile, given_splits=row.forward), 1
 
 
-def tangents(problem: Problem, device: Device) -> Iterator[TileConfig]:
-    """Tiles of forward with tangents, which has two accumulators and twice the keys and values in memory."""
+def tangents(problem: Problem, device: Device) -> Iterator[tuple[TileConfig, int]]:
+    """Tiles of forward with tangents, and numbers of programs that share the keys of a tile."""
+    for tile in tangent_tiles_of(problem, device):
+        assert tile.tangents is not None
+        yield tile, 1
+        if device.type != "cpu":
+            yield from ((tile, n) for n in tangent_splits(tile.tangents, problem, device))
+
+
+def tangent_tiles_of(problem: Problem, device: Device) -> Iterator[TileConfig]:
+    """Tiles for two accumulators, and twice the keys and values in memory."""
     p, row = problem, row_of(problem, device)
     plain = TileConfig(row.forward, row.dkdv, row.dq)
-    if device.type == "cpu":
-        yield plain._replace(tangents=row.forward)
-        return
-    for tile in tangent_tiles(p, device):
-        yield plain._replace(tangents=tile)
+    tiles = (row.forward,) if device.type == "cpu" else tangent_tiles(p, device)
+    yield from (plain._replace(tangents=tile) for tile in tiles)
+
+
+def tangent_splits(tile: KernelConfig, problem: Problem, device: Device) -> list[int]:
+    """Numbers of programs that share the keys of a tile, where these are few. Lists of blocks are not split."""
+    p = problem
+    if p.features.mask is not None or p.mask_mod is not None:
+        return []
+    batch, rows, keys = p.counts
+    tiles = batch * p.num_heads_q * -(-rows // tile.block_m)
+    slots = device.cores * programs_of_core(p, device, tile, "tangents")
+    return splits_that_fill(SPLITS, tiles, slots, int(-(-keys // tile.block_n)))
 
 
 def second(problem: Problem, device: Device) -> Iterator[TileConfig]:
@@ -81,7 +98,7 @@ def second(problem: Problem, device: Device) -> Iterator[TileConfig]:
         pair = (tables.SINGLE_SECOND, tables.SINGLE_SECOND)
     else:
         pair = (second_tile(tables.SECOND_ROWS, "rows", p, device), second_tile(tables.SECOND_KEYS, "keys", p, device))
-    for plain in tangents(p, device):
+    for plain in tangent_tiles_of(p, device):
         yield plain._replace(second=pair)
 
 

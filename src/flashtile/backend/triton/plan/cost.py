@@ -117,23 +117,30 @@ def forward(problem: Problem, device: Device, config: TileConfig, splits: int = 
     else:
         head = listed(waves.row_tiles(p.window, rows, keys, tile.block_m, tile.block_n), p)
     if splits > 1:
-        counts["merge triton"] += 1
-        counts["merge triton split"] += splits
-        counts["merge triton byte"] += splits * batch * p.num_heads_q * rows * p.head_dim_v * 8
+        add_merge(counts, splits, batch * p.num_heads_q * rows * p.head_dim_v)
     add(counts, "forward", p, device, tile, shared(head, splits), heads)
     return Cost(counts, {"byte": rows_bytes(p)})
 
 
-def tangents(problem: Problem, device: Device, config: TileConfig, moves: Needs) -> Cost:
+def add_merge(counts: Counts, splits: int, numbers: float) -> None:
+    """Add the work of merging so many float32 numbers of each split, written and read."""
+    counts["merge triton"] += 1
+    counts["merge triton split"] += splits
+    counts["merge triton byte"] += splits * numbers * 8
+
+
+def tangents(problem: Problem, device: Device, config: TileConfig, moves: Needs, splits: int = 1) -> Cost:
     """Of forward mode. Its rates are for all six products; a tensor that stands still has none."""
     p, (batch, rows, keys), tile = problem, problem.counts, config.tangents
     assert tile is not None
     head = listed(waves.row_tiles(p.window, rows, keys, tile.block_m, tile.block_n), p)
     part = (2 + moves.q + moves.k + moves.changes_scores + moves.v) / MOST_TANGENT_PRODUCTS
     counts = Counts()
-    add(counts, "tangents", p, device, tile, head, batch * p.num_heads_q)
+    add(counts, "tangents", p, device, tile, shared(head, splits), batch * p.num_heads_q)
     counts.update({name: part * n for name, n in counts.items()})
     counts["launch triton"] += 1
+    if splits > 1:
+        add_merge(counts, splits, 2 * batch * p.num_heads_q * rows * p.head_dim_v)
     return Cost(counts, {"byte": 3 * part * rows_bytes(p)})
 
 
