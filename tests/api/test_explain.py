@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 import flashtile
 from flashtile import ArgumentError, BackendError
-from flashtile.api.explain import described_call, expected
+from flashtile.api.explain import described_call, expected, expected_along
 from flashtile.api.mask_blocks import mask_blocks
 from flashtile.backend import rates
 from flashtile.backend.gpu.rates import rates_of
@@ -108,6 +109,25 @@ def test_forward_mode() -> None:
     assert found.tangents_why_not == {"reference": "it has no kernel of forward mode"}
     assert f"forward mode: backend tiled, {found.tangents_tile}\n  not reference: it has no kernel" in str(found)
     assert "forward mode" not in str(flashtile.explain(**ARGUMENTS, backend="tiled"))
+
+
+def test_expected_times_of_forward_mode() -> None:
+    """Of both backends with a kernel, and of splits."""
+    q, k = (torch.empty(1, 8, n, 128, dtype=torch.bfloat16) for n in (64, 2**16))
+    h100 = Device("cuda", "H100", "sm_90", 132)
+    with (
+        mock.patch.multiple(SUPPORT["triton"], unusable=lambda: None),
+        mock.patch.multiple(SUPPORT["hopper"], unusable=lambda: None),
+    ):
+        problems = [Problem.describe(described_call(x, k, k, None, None, {})) for x in (q, k)]
+        few, many = (expected_along(problem, h100) for problem in problems)
+    assert list(few.values()) == sorted(few.values())
+    assert next(iter(few)).startswith("triton, tangents ")
+    assert next(iter(few)).endswith(" splits")
+    assert next(iter(many)).startswith("hopper, tangents ")
+    found = replace(flashtile.explain(*(torch.ones(1, 1, 4, 8),) * 3), tangents_candidates=few)
+    assert f"forward mode: backend {found.tangents}, {found.tangents_tile}\n  not " in str(found)
+    assert f"\n  {next(iter(few.values())):.4g} us: triton, tangents" in str(found)
 
 
 def test_at_least_holds_on_a_busy_machine() -> None:

@@ -1,5 +1,6 @@
 """The plan of a call in words: what will run, how much work it is, what limits it, and why nothing else was chosen."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from ..call.advice import refuse
 from ..call.call import DIFFERENTIABLE, FEATURES, Call, Needs
 from ..call.device import Device, describe_device, host_readable
 from ..call.features import DENSE, VARLEN
-from ..call.plan import Plan
+from ..call.plan import Candidate, Plan
 from ..call.problem import Problem
 from ..call.window import visible_pairs
 from ..call.words import in_words
@@ -52,6 +53,7 @@ class Explanation:
             `batch_invariant`.
         tangents_why_not: as `why_not`, for forward mode.
         tangents_tile: the shape of its tiles.
+        tangents_candidates: as `candidates`, for forward mode.
         kernels: where the GPU kernels of forward and backward come from: an archive, or Triton at their first use.
         visible_pairs: pairs of a query row and a key, over sequences and query heads; at most, where the host cannot
             know.
@@ -82,6 +84,7 @@ class Explanation:
     tangents: str
     tangents_why_not: dict[str, str]
     tangents_tile: str
+    tangents_candidates: dict[str, float]
     kernels: str
     visible_pairs: int
     mask_blocks: dict[str, int] | None
@@ -100,9 +103,10 @@ class Explanation:
     def __str__(self) -> str:
         why_not = "".join(f"\n  not {name}: {reason}" for name, reason in self.why_not.items())
         backward = f"backward: backend {self.backward}, {self.backward_tile}\n" if self.backward != self.backend else ""
-        if self.tangents not in (self.backend, "none"):
+        if self.tangents not in (self.backend, "none") or self.tangents_candidates:
             backward += f"forward mode: backend {self.tangents}, {self.tangents_tile}"
-            backward += "".join(f"\n  not {name}: {reason}" for name, reason in self.tangents_why_not.items()) + "\n"
+            backward += "".join(f"\n  not {name}: {reason}" for name, reason in self.tangents_why_not.items())
+            backward += "".join(f"\n  {time:.4g} us: {way}" for way, time in self.tangents_candidates.items()) + "\n"
         backward += "".join(f"gradient of {name}: backend {backend}\n" for name, backend in self.backward_rest.items())
         blocks = "" if self.mask_blocks is None else f"{blocks_in_words(self.mask_blocks)}\n"
         kernels = f"kernels: {self.kernels}\n" if self.kernels else ""
@@ -180,6 +184,7 @@ def explain(
         unsplit=unsplit(chosen, call),
         why_not=dict(chosen.why),
         candidates=expected(call, problem, describe_device(q.device)) if q.is_cuda else {},
+        tangents_candidates=expected_along(problem, describe_device(q.device)) if q.is_cuda and along else {},
         rates=rates_of(describe_device(q.device)).about if q.is_cuda else "",
         backward="none" if backward is None else backward.backend,
         backward_tile=backward_tile,
@@ -202,10 +207,19 @@ def explain(
 
 def expected(call: Call, problem: Problem, device: Device) -> dict[str, float]:
     """The best ways to run forward, in words, and their expected microseconds."""
+    return best(candidates(problem.bucketed(), device, None), lambda plan: tiles_of(plan, call))
+
+
+def expected_along(problem: Problem, device: Device) -> dict[str, float]:
+    """As `expected`, of forward mode by q, k and v."""
+    return best(candidates(problem.bucketed(), device, None, QKV), tangent_tiles_of)
+
+
+def best(ways: Iterable[tuple[str, Candidate]], tiles_of: Callable[[Plan], dict[str, Any]]) -> dict[str, float]:
     found: dict[str, float] = {}
-    for name, way in candidates(problem.bucketed(), device, None):
-        plan = Plan(name, way.tile, way.num_splits, ())
-        tiles = ", ".join(f"{kernel} {x}" for kernel, x in tiles_of(plan, call).items() if x is not None)
+    for name, way in ways:
+        named = tiles_of(Plan(name, way.tile, way.num_splits, ())).items()
+        tiles = ", ".join(f"{kernel} {x}" for kernel, x in named if x is not None)
         splits = f", {way.num_splits} splits" * (way.num_splits > 1)
         found.setdefault(f"{name}, {tiles}{splits}", way.microseconds)
         if len(found) == BEST:
