@@ -37,8 +37,11 @@ class Row(NamedTuple):
 
 
 def sources_of(cell: Cell, kinds: Iterable[str]) -> dict[str, str]:
-    of_pass = "backward" if cell.differentiates else "tangents" if cell.moves else "forward"
-    return {kind: digest(kind, of_pass) for kind in kinds}
+    return {kind: digest(kind, pass_of(cell)) for kind in kinds}
+
+
+def pass_of(cell: Cell) -> str:
+    return "backward" if cell.differentiates else "tangents" if cell.moves else "forward"
 
 
 def read(path: Path) -> Iterator[Row]:

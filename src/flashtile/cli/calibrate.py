@@ -20,6 +20,7 @@ from .options import (
 )
 
 RESERVE = 60.0  # seconds to fit, out of the time
+PASSES = ("forward", "backward", "tangents")
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -42,27 +43,36 @@ def arguments(parser: ArgumentParser) -> None:
         type=input_file,
         help="A TOML file of benchmarks/, whose calls are measured besides those that are drawn. May be repeated.",
     )
+    option(
+        parser,
+        "--only",
+        dest="passes",
+        action="append",
+        default=[],
+        choices=PASSES,
+        help="Measure calls of this pass alone; tangents is forward mode. May be repeated.",
+    )
     arch_option(parser)
     option(parser, "--minutes", type=number(0, above=True), default=20.0)
     json_option(parser)
 
 
 def run(
-    device: torch.device, store: Path, rates: Path | None, sweeps: list[Path], as_arch: str | None, minutes: float,
-    as_json: bool,
+    device: torch.device, store: Path, rates: Path | None, sweeps: list[Path], passes: list[str], as_arch: str | None,
+    minutes: float, as_json: bool,
 ) -> None:  # fmt: skip
     """Measure all candidates of calls on a GPU of Hopper or Triton's kernels, and fit a chip's rates to them."""
     from ..calibrate.calls import standard
     from ..calibrate.run import measure_all
-    from ..calibrate.store import read
+    from ..calibrate.store import pass_of, read
     from ..calibrate.written import write
     from ..call.device import describe_device
 
     if device.type != "cuda":
         raise CommandError(f"the time of plans is counted for GPUs, not for {device.type}")
     install_arch(as_arch)
-    cells = standard(sweeps)
-    left = measure_all(cells, store, 60 * minutes - (RESERVE if rates is not None else 0.0))
+    cells = [cell for cell in standard(sweeps) if not passes or pass_of(cell) in passes]
+    left = measure_all(cells, store, 60 * minutes - (0 if rates is None else RESERVE))
     rows = [row for row in read(store) if row.device == describe_device(device).name and not row.stale]
     errors = write(rates, rows, describe_device(device)).errors if rates is not None and rows else None
     found: dict[str, float] = {"calls": len(cells), "missing": left, "fitted": len(rows) if errors is not None else 0}
