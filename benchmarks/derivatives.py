@@ -156,18 +156,25 @@ def peaks(
     return result
 
 
+def name_of(cell: dict[str, Any]) -> str:
+    batch, heads, tokens, dim = cell["shape"]
+    kv, keys, packed = (cell.get(name) for name in ("heads_kv", "keys", "packed"))
+    name = f"{batch}x{heads}{f'/{kv}' if kv else ''}x{tokens}{f'/{keys}' if keys else ''}x{dim}"
+    return name + " causal" * cell.get("causal", False) + (f" packed {packed}" if packed else "")
+
+
 class Cell:
     """Calls of one cell of a sweep: ours along tangents, ours alone, and dense."""
 
     def __init__(self, cell: dict[str, Any], dtype: torch.dtype, longest_dense: int):
         batch, heads, tokens, dim = cell["shape"]
         kv, self.causal, packed = cell.get("heads_kv", heads), cell.get("causal", False), cell.get("packed")
-        self.name = f"{batch}x{heads}{f'/{kv}' if kv < heads else ''}x{tokens}x{dim}"
-        self.name += " causal" * self.causal + (f" packed {packed}" if packed else "")
+        keys = cell.get("keys", tokens)
+        self.name = name_of(cell)
         torch.manual_seed(0)
-        shapes = [(batch, h, tokens, dim) for h in (heads, kv, kv) * 2]
+        shapes = [(batch, h, n, dim) for h, n in ((heads, tokens), (kv, keys), (kv, keys)) * 2]
         tensors = [torch.randn(x, dtype=dtype, device="cuda") for x in shapes]
-        pairs = batch * heads * tokens * tokens
+        pairs = batch * heads * tokens * keys
         if packed is None:
             self.attention: Attention = lambda q, k, v: flashtile.attention(q, k, v, causal=self.causal)  # type: ignore[assignment,return-value]
         else:
@@ -182,7 +189,7 @@ class Cell:
         self.inputs, self.tangents = tuple(tensors[:3]), tuple(tensors[3:])
         self.flops = 3 * forward_flops(pairs, dim, dim) // (2 if self.causal else 1)
         self.group = heads // kv
-        self.has_dense = packed is None and tokens <= longest_dense
+        self.has_dense = packed is None and keys <= longest_dense
 
     def along(self) -> Any:
         return torch.func.jvp(self.attention, self.inputs, self.tangents)[1]
@@ -237,9 +244,12 @@ def label_of(way: str | TangentsConfig) -> str:
     return way if isinstance(way, str) else f"{way}{', early values' * way.early_values}"
 
 
-def forward_mode(sweep: Path, tiles: list[str], every: bool, rounds: int, out: TextIO) -> None:
-    """Time the cells of a sweep: by the plan, by tiles, or by `every` candidate."""
+def forward_mode(sweep: Path, names: tuple[str, ...], tiles: list[str], every: bool, rounds: int, out: TextIO) -> None:
+    """Time the cells of a sweep, or those whose names contain one of `names`: by the plan, by tiles, or by `every`
+    candidate.
+    """
     settings = tomllib.loads(sweep.read_text())
+    settings["cells"] = [x for x in settings["cells"] if not names or any(name in name_of(x) for name in names)]
     writer = csv.writer(out)
     columns = ["forward ms", "dense ms", "times forward", "times faster than dense", "TFLOP/s", "MiB"]
     writer.writerow(["cell", "backend, tile", "jvp ms", *columns])
@@ -283,18 +293,19 @@ def forward_mode(sweep: Path, tiles: list[str], every: bool, rounds: int, out: T
 @click.option("--only", multiple=True, help="A derivative, by its name in the table; any number of them.")
 @click.option("--memory", is_flag=True, help="Peak memory at 1k, 4k and 16k tokens instead of times.")
 @click.option("--sweep", type=click.Path(exists=True, path_type=Path), help="A file of cells for forward mode.")
+@click.option("--cell", "names", multiple=True, help="With --sweep: a part of a cell's name; any number of them.")
 @click.option("--tiles", default="", help="With --sweep: tiles of the kernel in place of the plan's.")
 @click.option("--candidates", "every", is_flag=True, help="With --sweep: all kernels that could have a width.")
 @click.option("--as-arch", type=click.Choice(ARCHITECTURES), help="Compile our kernels as for an older chip.")
 @click.option("--out", type=click.File("a"), default=sys.stdout, help="CSV file to append to.")
 def main(
     device: str, dtype: str, shape: str, causal: bool, rounds: int, only: tuple[str, ...], memory: bool,
-    sweep: Path | None, tiles: str, every: bool, as_arch: str | None, out: TextIO,
+    sweep: Path | None, names: tuple[str, ...], tiles: str, every: bool, as_arch: str | None, out: TextIO,
 ) -> None:  # fmt: skip
     if as_arch is not None:
         install(as_arch)
     if sweep is not None:
-        forward_mode(sweep, [x for x in tiles.split(",") if x], every, rounds, out)
+        forward_mode(sweep, names, [x for x in tiles.split(",") if x], every, rounds, out)
         return
     batch, heads, tokens, dim = (int(n) for n in shape.split(","))
     of, on = getattr(torch, dtype), torch.device(device)
