@@ -140,32 +140,39 @@ def products() -> None:
         attend(q, k, v, **some)
 
 
-def forward_mode() -> None:
-    """Results and tangents of one pass, plain, packed and with features."""
-    for d in (64, 96, 128, 192, 256):
+def along(function: Callable[..., Any], *inputs: Tensor) -> None:
+    torch.func.jvp(function, inputs, inputs)
+
+
+def forward_mode_of_hopper() -> None:
+    """Tangents behind a forward pass, dense and packed."""
+    for d in (96, 128, 192, 256):
         q, k, v = (rows(1, 2, n, d).detach() for n in (300, 333, 333))
-        for backend in ("triton", "hopper"):  # which leaves what it has no kernel for to the next one
-            torch.func.jvp(lambda *x: flashtile.attention(*x, causal=True, backend=backend), (q, k, v), (q, k, v))  # noqa: B023
-            packed = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]
-            cu_q, cu_k = (torch.tensor([0, 101, n], device="cuda", dtype=torch.int32) for n in (300, 333))
-            torch.func.jvp(
-                lambda *x: flashtile.attention_varlen(*x, cu_q, cu_k, window=(70, 20), backend=backend),  # noqa: B023
-                (*packed,), (*packed,),
-            )  # fmt: skip
+        along(lambda *x: flashtile.attention(*x, causal=True, backend="hopper"), q, k, v)
+        packed = [x[0].transpose(0, 1).contiguous() for x in (q, k, v)]
+        cu_q, cu_k = (torch.tensor([0, 101, n], device="cuda", dtype=torch.int32) for n in (300, 333))
+        along(lambda *x: flashtile.attention_varlen(*x, cu_q, cu_k, window=(70, 20), backend="hopper"), *packed)  # noqa: B023
+
+
+def forward_mode() -> None:
+    """Results and tangents of one pass, plain, packed, with splits and with features."""
+    for d in (64, 128, 256):
+        q, k, v = (rows(1, 2, n, d).detach() for n in (300, 333, 333))
+        for splits in (1, 3):
+            along(lambda *x: flashtile.attention(*x, causal=True, num_splits=splits, backend="triton"), q, k, v)  # noqa: B023
     q, k, v = (rows(1, 2, n, 64).detach() for n in (300, 333, 333))
     bias, sinks = torch.randn(1, 2, 300, 333, device="cuda", dtype=torch.bfloat16), torch.rand(2, device="cuda")
-    inputs = q, k, v, bias, sinks
 
-    def along(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor) -> Any:
+    def with_features(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor) -> Any:
         options = {"bias": bias, "sinks": sinks, "softcap": 5.0, "dropout_p": 0.2, "dropout_seed": 3}
         return flashtile.attention(q, k, v, **options)
 
-    torch.func.jvp(along, inputs, inputs)
+    along(with_features, q, k, v, bias, sinks)
     wide = [rows(1, 2, n, 128).detach() for n in (300, 333, 333)]
-    torch.func.jvp(lambda *x: along(*x, bias, sinks), (*wide,), (*wide,))
+    along(lambda *x: with_features(*x, bias, sinks), *wide)
     cu = torch.tensor([0, 7, 200, 300], dtype=torch.int32, device="cuda")
-    tokens = tuple(torch.randn(300, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    torch.func.jvp(lambda *x: flashtile.attention_varlen(*x, cu, cu, causal=True), tokens, tokens)
+    tokens = [torch.randn(300, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    along(lambda *x: flashtile.attention_varlen(*x, cu, cu, causal=True), *tokens)
 
 
 def second_derivatives() -> None:
@@ -191,18 +198,10 @@ def twice(function: Callable[..., Any], inputs: list[Tensor]) -> None:
 GROUPS: dict[str, Callable[[], None]] = {
     x.__name__: x
     for x in (
-        widths,
-        groups,
-        features,
-        pages,
-        eight_bits,
-        batch_invariant,
-        few_rows,
-        products,
-        forward_mode,
+        widths, groups, features, pages, eight_bits, batch_invariant, few_rows, products, forward_mode, forward_mode_of_hopper,
         second_derivatives,
     )
-}
+}  # fmt: skip
 
 
 def checked(tool: str, group: str, sanitizer: str) -> dict[str, Any]:
