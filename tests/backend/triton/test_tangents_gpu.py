@@ -158,20 +158,19 @@ def test_autocast_and_checkpoint() -> None:
 
 def test_of_a_layer_compiled_and_recorded() -> None:
     """nn.Attention by functional_call, in a CUDA graph, around torch.compile, and trained through the results."""
-    layer = flashtile.nn.Attention(128, 2, device="cuda", dtype=torch.bfloat16)
+    layer = flashtile.nn.Attention(128, 2, causal=True, device="cuda", dtype=torch.bfloat16)
     parameters = {name: x.detach() for name, x in layer.named_parameters()}
-    x, dx = (torch.randn(2, 300, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    inputs = tuple(torch.randn(2, 300, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
 
     def along(of: Any) -> Tensors:
-        def network(x: torch.Tensor) -> torch.Tensor:
-            return torch.func.functional_call(of, parameters, (x,), {"causal": True})  # type: ignore[no-any-return]
-
-        return torch.func.jvp(network, (x,), (dx,))  # type: ignore[no-any-return]
+        network = lambda x: torch.func.functional_call(of, parameters, (x,))  # noqa: E731
+        return torch.func.jvp(network, inputs[:1], inputs[1:])  # type: ignore[no-any-return]
 
     with flashtile.calls() as counts:
         expected = along(layer)
     assert [(row.direction, row.backend) for row in counts.rows] == [("tangents", "triton")]
-    assert all(torch.equal(x, y) for x, y in zip(along(torch.compile(layer)), expected, strict=True))
+    for x, y in zip(along(torch.compile(layer)), expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=0.02, atol=0.02)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         along(layer)
