@@ -150,6 +150,8 @@ def refused_in_contexts(mesh: DeviceMesh) -> None:
             flashtile.attention(x, x, x, x)
         with pytest.raises(flashtile.AttentionError, match="attention_with_kvcache has no sharded"):
             flashtile.attention_with_kvcache(x, x, x, cache_seqlens=8)
+        with pytest.raises(flashtile.AttentionError, match="no forward mode"):
+            torch.func.jvp(lambda q: flashtile.attention(q, x, x), (x,), (x,))
     with pytest.raises(flashtile.ArgumentError, match="layout"), context_parallel(mesh, layout="other"):
         pass
 

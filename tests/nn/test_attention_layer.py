@@ -122,6 +122,50 @@ def test_compiled_and_functional() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "how"),
+    [("causal", "gradient"), ("grouped", "plain"), ("rotary", "checkpoint"), ("window", "compile")],
+)
+def test_forward_mode(name: str, how: str) -> None:
+    """By tokens and parameters, and the gradient of a loss that has the tangent in it."""
+    layer, x = drawn(name), torch.randn(2, 7, 64, dtype=F64)
+    parameters = {key: value.detach() for key, value in layer.named_parameters()}
+    moving = {key: torch.randn_like(value) for key, value in parameters.items()}
+    run = torch.compile(layer, backend="aot_eager") if how == "compile" else layer
+    prefix = "_orig_mod." if how == "compile" else ""
+
+    def fused(x: Tensor, **of: Tensor) -> Tensor:
+        call = lambda x: functional_call(run, {prefix + key: value for key, value in of.items()}, (x,))  # noqa: E731
+        return torch.utils.checkpoint.checkpoint(call, x, use_reentrant=False) if how == "checkpoint" else call(x)  # type: ignore[no-any-return]
+
+    def formula(x: Tensor, **of: Tensor) -> Tensor:
+        return functional_call(Formula(layer, contract(name)), {"layer." + key: value for key, value in of.items()}, x)  # type: ignore[no-any-return]
+
+    def along(f: Any, x: Tensor) -> Any:
+        return torch.func.jvp(lambda x, of: f(x, **of), (x, parameters), (x.sin(), moving))
+
+    found, expected = (along(f, x) for f in (fused, formula))
+    torch.testing.assert_close(found, expected)
+    if how == "gradient":
+
+        def loss(f: Any, x: Tensor) -> Tensor:
+            out, dout = along(f, x)
+            return (out - dout.detach()).square().sum() + dout.square().sum()  # type: ignore[no-any-return]
+
+        torch.testing.assert_close(*(torch.func.grad(lambda x: loss(f, x))(x) for f in (fused, formula)))  # noqa: B023
+
+
+class Formula(torch.nn.Module):
+    """A layer by its definition, for `functional_call`."""
+
+    def __init__(self, layer: Attention, keywords: dict[str, Any]):
+        super().__init__()
+        self.layer, self.keywords = layer, keywords
+
+    def forward(self, x: Tensor) -> Tensor:
+        return by_formula(self.layer, x, **self.keywords)
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ({"num_kv_heads": 3}, "num_kv_heads"),
