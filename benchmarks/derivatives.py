@@ -50,7 +50,7 @@ LONGEST_DENSE = 4096
 TILES = {  # of Triton's kernel, by head dimension
     64: ("64x64x4x2", "128x64x8x2", "64x64x4x3", "128x64x8x3", "128x32x8x3"),
     128: ("128x32x8x3", "128x64x8x2", "64x32x4x3", "64x64x4x2", "64x32x8x2"),
-    256: ("32x32x8x2", "64x32x8x2", "64x32x4x2", "32x32x4x2"),
+    256: ("32x32x4x2", "32x32x8x2", "64x32x8x2"),
 }
 OF_HOPPER = {  # configurations of Hopper's kernel
     64: (TangentsConfig(tables.D64, tables.D64, 8), TangentsConfig(tables.D64, tables.D64, 8, block_n=128)),

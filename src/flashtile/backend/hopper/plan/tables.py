@@ -100,7 +100,7 @@ TANGENTS = {
     (128, 128): (TangentsConfig(D128, D128, 8),),
     (192, 128): (TangentsConfig(D192, D128, 5),),
     (192, 192): (TangentsConfig(D192, D192, 5),),
-    (256, 256): (TangentsConfig(D256, D256, 3),),
+    (256, 256): (TangentsConfig(D256, D256, 3, early_values=False),),
 }
 
 

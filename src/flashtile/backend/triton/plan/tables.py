@@ -90,12 +90,12 @@ MMA_ONE_LOOP = tuple(
 # Of rows that were split ahead into bfloat16 parts, up to 64 features.
 SPLIT_DKDV = KernelConfig(64, 64, 4, 1, precision="bf16x6")
 SPLIT_DQ = (KernelConfig(128, 64, 8, 2, precision="bf16x6"), KernelConfig(64, 64, 4, 1, precision="bf16x6"))
-# Forward with tangents, chosen by ptxas: up to 256 features these spill at most 4 bytes a thread for sm_90 and sm_80.
-# On chips with the most shared memory, on others, and for float32.
+# Forward with tangents: on chips with the most shared memory, measured (`benchmarks/derivatives.py --candidates`); on
+# others, chosen by ptxas, so that they spill at most 4 bytes a thread; and for float32.
 MOST_TANGENTS = (
-    (64, KernelConfig(64, 64, 4, 2)), (64, KernelConfig(128, 64, 8, 2)),
+    (64, KernelConfig(64, 64, 4, 3)), (64, KernelConfig(128, 64, 8, 3)),
     (128, KernelConfig(128, 32, 8, 3)),
-    (256, KernelConfig(32, 32, 8, 2)), (512, KernelConfig(16, 16, 8, 1)),
+    (256, KernelConfig(32, 32, 4, 2)), (512, KernelConfig(16, 16, 8, 1)),
 )  # fmt: skip
 HALF_TANGENTS = (
     (64, KernelConfig(128, 32, 8, 2)), (64, KernelConfig(64, 32, 4, 2)),
