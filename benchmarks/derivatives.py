@@ -160,7 +160,8 @@ def name_of(cell: dict[str, Any]) -> str:
     batch, heads, tokens, dim = cell["shape"]
     kv, keys, packed = (cell.get(name) for name in ("heads_kv", "keys", "packed"))
     name = f"{batch}x{heads}{f'/{kv}' if kv else ''}x{tokens}{f'/{keys}' if keys else ''}x{dim}"
-    return name + " causal" * cell.get("causal", False) + (f" packed {packed}" if packed else "")
+    words = ["causal"] * cell.get("causal", False) + [f"packed {packed}"] * bool(packed) + [cell.get("dtype", "")]
+    return " ".join(filter(None, [name, *words]))
 
 
 class Cell:
@@ -254,7 +255,7 @@ def forward_mode(sweep: Path, names: tuple[str, ...], tiles: list[str], every: b
     columns = ["forward ms", "dense ms", "times forward", "times faster than dense", "TFLOP/s", "MiB"]
     writer.writerow(["cell", "backend, tile", "jvp ms", *columns])
     for given in one_of_each_width(settings["cells"]) if every else settings["cells"]:
-        cell = Cell(given, getattr(torch, settings["dtype"]), settings["longest_dense"])
+        cell = Cell(given, getattr(torch, given.get("dtype", settings["dtype"])), settings["longest_dense"])
         with torch.no_grad():
             forward = device_time(lambda: cell.attention(*cell.inputs), rounds)  # noqa: B023
             dense = None

@@ -1,6 +1,9 @@
 """Rates that are fitted to made-up times, their file, and the store of measured calls."""
 
+import os
 import random
+import subprocess
+import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -122,3 +125,16 @@ def test_calls_are_drawn_alike_and_divided() -> None:
     shares = divided(cells, 5)
     assert sorted(repr(cell) for share in shares for cell in share) == sorted(map(repr, cells))
     assert max(map(len, shares)) < 3 * min(map(len, shares))
+
+
+def test_rates_of_forward_mode_are_those_of_measured_calls() -> None:
+    """The lines of the shipped file, until a calibration replaces them."""
+    root = Path(__file__).parents[2]
+    made = root / "benchmarks" / "results" / "h200-forward-mode-candidates.csv"
+    printed = subprocess.run(
+        [sys.executable, root / "benchmarks" / "tangent_rates.py", made],
+        capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": str(root / "src")},
+    )  # fmt: skip
+    lines = printed.stdout.splitlines()
+    assert len(lines) == 7
+    assert set(lines) <= set((root / "src" / "flashtile" / "rates" / "h100.toml").read_text().splitlines())

@@ -228,7 +228,7 @@ def test_a_backend_without_forward_mode_leaves_it_to_the_next(backend: str, take
 
 
 def test_forward_mode_of_wide_heads_is_hoppers() -> None:
-    """Above 64 features, unless a term of the scores moves. Those estimates hold until rates are measured."""
+    """Above 64 features, unless a term of the scores moves."""
     for width in (128, 256):
         q = torch.empty(1, 8, 4096, width, dtype=torch.bfloat16)
         problem = Problem.describe(described_call(q, q, q, None, None, {"sinks": torch.zeros(8)})).bucketed()
@@ -240,6 +240,16 @@ def test_forward_mode_of_wide_heads_is_hoppers() -> None:
                 planner._plan.__wrapped__(problem, H100, "auto", None, QKV._replace(sinks=x)) for x in (False, True)
             ]
         assert [x.backend for x in found] == ["hopper", "triton"]
+
+
+def test_forward_mode_of_float32_takes_what_is_faster() -> None:
+    """An H200 took 6.2 ms by the kernel's tiles of 16 x 16, which multiply exactly, and 1.0 by `tiled`."""
+    q = torch.empty(1, 8, 1024, 256)
+    problem = Problem.describe(described_call(q, q, q, None, None, {})).bucketed()
+    with mock.patch.multiple(SUPPORT["triton"], unusable=lambda: None):
+        chosen = planner._plan.__wrapped__(problem, H100, "auto", None, QKV)
+    assert chosen.backend == "tiled"
+    assert dict(chosen.why)["triton"].startswith("expected to take")
 
 
 def test_forward_mode_of_few_tiles_splits_keys() -> None:
