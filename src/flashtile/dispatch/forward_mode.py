@@ -171,7 +171,9 @@ class TangentsOfProgram(AttentionTangents):
     @staticmethod
     @untraced
     def jvp(ctx: Any, _: None, *moving: Tensor | None) -> tuple[Tensor, ...]:
-        """Tangents are linear in those of inputs. Where an input moves too, it would take another level's function."""
+        """Apply the operator to the tangents of tangents, in which it is linear. An input that moves too is refused: it
+        needs another level's function.
+        """
         if any(x is not None for x in moving[: ctx.num_flat]):
             raise operators.dropped_tangents()
         out, row_stats, *tensors = ctx.saved_tensors
