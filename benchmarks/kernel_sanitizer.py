@@ -140,6 +140,18 @@ def products() -> None:
         attend(q, k, v, **some)
 
 
+def wide() -> None:
+    """Hopper's kernels over 256 features: grouped heads, packed, a window, a mask tensor with a softcap."""
+    q, k, v = rows(1, 4, 300, 512), rows(1, 2, 333, 512), rows(1, 2, 333, 264)
+    mask = torch.rand(1, 1, 300, 333, device="cuda") > 0.3
+    for some in ({"causal": True}, {"window": (70, 20)}, {"mask": mask, "softcap": 20.0}):
+        attend(q, k, v, backend=OWN, **some)
+    cu_q, cu_k = (torch.tensor([0, 101, n], device="cuda", dtype=torch.int32) for n in (300, 333))
+    tokens = [x[0].transpose(0, 1) for x in (q, k, v)]
+    out = flashtile.attention_varlen(*tokens, cu_q, cu_k, causal=True, backend=OWN)
+    out.backward(torch.randn_like(out))
+
+
 def along(function: Callable[..., Any], *inputs: Tensor) -> None:
     torch.func.jvp(function, inputs, inputs)
 
@@ -198,8 +210,8 @@ def twice(function: Callable[..., Any], inputs: list[Tensor]) -> None:
 GROUPS: dict[str, Callable[[], None]] = {
     x.__name__: x
     for x in (
-        widths, groups, features, pages, eight_bits, batch_invariant, few_rows, products, forward_mode, forward_mode_of_hopper,
-        second_derivatives,
+        widths, groups, features, pages, eight_bits, batch_invariant, few_rows, products, wide, forward_mode,
+        forward_mode_of_hopper, second_derivatives,
     )
 }  # fmt: skip
 

@@ -67,7 +67,7 @@ def emulated(cores: int = 3, seed: int = 0, folder: Path = FOLDER) -> Iterator[l
         machine.run(kernel, programs, arguments)
         if dependent:  # here it runs behind the kernel before, which a GPU does not promise
             # Others wait for the kernel before at their begin, also for one that lets none begin.
-            early = kernel.__name__ == "dkdv_kernel"
+            early = kernel.__name__ in ("dkdv_kernel", "wide_dkdv_kernel")
             assert "griddepcontrol.launch_dependents" in controls or not early, "the kernel before lets none begin"
             waits = machine.grid_controls.count("griddepcontrol.wait")
             assert waits == programs, "it may be complete before that one"

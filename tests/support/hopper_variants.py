@@ -149,7 +149,7 @@ PAGED = {
     ),
     "paged 256": Variant(layout="paged", head_dim=256, heads=(4, 2), page_size=192),
 }
-WIDE = {  # whose columns two warpgroups share, without a backward pass
+WIDE = {  # whose columns two warpgroups share
     "grouped heads 512": Variant(CAUSAL, head_dim=512, heads=(4, 1), transposed=True),
     "window 320": Variant(FEATURES["window"], FP16, head_dim=320),
     "packed everything 512/264": Variant(EVERYTHING, head_dim=512, head_dim_v=264, layout="used", heads=(4, 2)),
@@ -173,7 +173,7 @@ FORWARD_ONLY = ("softcap 64", "everything 64", "everything 8")
 
 
 def case_of(name: str, seed: int, device: str, lengths: tuple[int, ...] = LONGER) -> Case:
-    """A random problem of a variant. The backward pass of FORWARD_ONLY, of pages and of WIDE, the gradient of a bias,
+    """A random problem of a variant. The backward pass of FORWARD_ONLY, pages and wide dropout, the gradient of a bias,
     and that of slopes with a softcap or wide heads, run in other backends.
     """
     variant = VARIANTS[name]
@@ -182,7 +182,8 @@ def case_of(name: str, seed: int, device: str, lengths: tuple[int, ...] = LONGER
     case = variant.case(seed, device, lengths)
     wide = max(case.arguments[x].shape[-1] for x in "qv") > 128
     constant = ("alibi_slopes", "bias") if wide or case.arguments.get("softcap") else ("bias",)
-    forward_only = name.endswith(FORWARD_ONLY) or name in PAGED or name in WIDE
+    wide_dropout = name in WIDE and case.arguments.get("dropout_p")
+    forward_only = name.endswith(FORWARD_ONLY) or variant.layout == "paged" or bool(wide_dropout)
     return replace(case, forward_only=forward_only, constant=constant)
 
 

@@ -31,7 +31,7 @@ def wrong(case: Case, folder: Path = FOLDER) -> list[str]:
     """Results outside of their error bounds."""
     with emulated(3, 0, folder) as launched, poisoned_allocation():
         results = case.run("hopper")
-    assert any(name in launched for name in ("backward_kernel", "dkdv_kernel")) != case.forward_only
+    assert any(name.endswith(("backward_kernel", "dkdv_kernel")) for name in launched) != case.forward_only
     return [f"{case.description}\n  {x}" for x in compare(results, case, expected(case)) if not x.ok]
 
 

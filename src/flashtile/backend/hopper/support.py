@@ -12,7 +12,7 @@ from ...call.problem import OCTET, Problem, too_long
 from ...expression import Formula
 from ..gpu.formula import unsupported as unsupported_tensor
 from ..gpu.installed import triton_version
-from .plan.widths import FORWARD_ONLY, FUSED, ONE_BOX, WIDTHS, widths
+from .plan.widths import FUSED, ONE_BOX, SHARED_COLUMNS, WIDTHS, widths
 
 if TYPE_CHECKING:
     from ..gpu.cost import Cost
@@ -159,8 +159,8 @@ def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | N
     """Why the backward pass does not support a problem that the forward pass supports."""
     if problem.pages is not None:
         return "its backward pass does not support pages"
-    if widths(problem) in FORWARD_ONLY:
-        return f"its backward pass has no kernels over {WIDTHS[-2][0]} features"
+    if problem.dropout and widths(problem) in SHARED_COLUMNS:
+        return f"its backward pass has no dropout over {WIDTHS[-2][0]} features"
     if problem.softcap and widths(problem) in ONE_BOX:
         return "its backward pass is no faster with a softcap up to head dimension 64"
     if needs.alibi_slopes and (problem.softcap or widths(problem) not in FUSED):

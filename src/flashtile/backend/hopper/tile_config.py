@@ -39,6 +39,7 @@ class HeadDim(Constexpr):
     box: int  # columns
     parts: int = 1  # parts of a number, side by side in memory: three of a float32 number (`kernels.shared.parts`)
     apart: bool = False  # whether chunks of keys or values, in a single stage, are loaded and released one by one
+    before: tuple[int, ...] = ()  # of a group of chunks, those before it
 
     @property
     def width(self) -> int:
@@ -71,13 +72,19 @@ class HeadDim(Constexpr):
     @property
     def half(self) -> "HeadDim":
         """The first half of the chunks."""
-        return replace(self, chunks=self.chunks[: len(self.chunks) // 2])
+        return self.groups(2)[0]
+
+    def groups(self, number: int) -> tuple["HeadDim", ...]:
+        """The chunks in so many groups."""
+        n = len(self.chunks) // number
+        firsts = range(0, n * number, n)
+        return tuple(replace(self, chunks=self.chunks[c : c + n], before=self.chunks[:c]) for c in firsts)
 
     @property
     def offsets(self) -> tuple[int, ...]:
         """The first column of each chunk in memory."""
         chunks = self.chunks * self.parts
-        return tuple(sum(chunks[:c]) for c in range(len(chunks)))
+        return tuple(sum(self.before) + sum(chunks[:c]) for c in range(len(chunks)))
 
     def columns_of(self, x: Tensor) -> int | None:
         """Columns of `x [..., D]` in units of ALIGN if x is narrower than the kernel, else `None`."""
@@ -263,6 +270,11 @@ class FusedBackwardConfig(Constexpr):
         return replace(self, dq_parts=1, head_splits=1, row_splits=1, row_chunks=1, last_splits=1, heads_at_once=1)
 
     @property
+    def stats_rows(self) -> int:
+        """Rows that the row statistics of a sequence are a multiple of."""
+        return self.block_m
+
+    @property
     def stores_through_ds(self) -> bool:
         """Whether dk and dv leave through the memory of ds, which makes room for a third stage of wide rows."""
         return self.late_dq is not None and self.late_dq.stages > 2 and self.head_dim.width > DQ_COLUMNS
@@ -320,6 +332,7 @@ class DqConfig(Constexpr):
     dout_in_registers: bool = False  # products read dout from registers, not from shared memory
     block_n: int = MMA_M
     num_warpgroups: int = 2
+    column_groups: int = 1  # warpgroups that have the same rows, and a group of dq's columns each
     heads_at_once: int = 1
     consumer_registers: int = 240
     producer_registers: int = 24
@@ -328,8 +341,18 @@ class DqConfig(Constexpr):
     natural: bool = False
 
     @property
+    def columns(self) -> tuple[HeadDim, ...]:
+        """dq's columns of each warpgroup."""
+        return self.head_dim.groups(self.column_groups) * self.row_groups
+
+    @property
+    def row_groups(self) -> int:
+        """Groups of MMA_M rows."""
+        return self.num_warpgroups // self.column_groups
+
+    @property
     def block_m(self) -> int:
-        return MMA_M * self.num_warpgroups
+        return MMA_M * self.row_groups
 
     @property
     def compiled(self) -> "DqConfig":
@@ -374,7 +397,9 @@ class TangentsConfig(Constexpr):
 
 @dataclass(frozen=True)
 class DkdvConfig(Constexpr):
-    """dk and dv kernel: tiles of 64 keys, blocks of 64 rows in `stages`."""
+    """dk and dv kernel: tiles of 64 keys, blocks of `block_m` rows in `stages`. With a `result` of its own, each kernel
+    computes one of them, whose columns its warpgroups share (`kernels.wide.dkdv`).
+    """
 
     head_dim: HeadDim
     head_dim_v: HeadDim
@@ -382,6 +407,7 @@ class DkdvConfig(Constexpr):
     keys_in_registers: bool = False  # products read k and v from registers; they arrive in a stage of rows
     block_m: int = MMA_M
     block_n: int = MMA_M
+    result: Literal["both", "dk", "dv"] = "both"
     lpt: bool = True  # programs never wait for each other
     in_order: bool = False
     dq_parts: int = 1
@@ -392,6 +418,16 @@ class DkdvConfig(Constexpr):
     score_mod: Any = None
     pair_align: int = 1
     natural: bool = False
+
+    @property
+    def columns(self) -> tuple[HeadDim, ...]:
+        """Columns of a kernel's one result, of each warpgroup."""
+        return (self.head_dim_v if self.result == "dv" else self.head_dim).groups(NUM_WARPGROUPS)
+
+    @property
+    def stats_rows(self) -> int:
+        """Rows that the row statistics of a sequence are a multiple of."""
+        return MMA_M
 
     @property
     def splits(self) -> int:
@@ -449,6 +485,7 @@ class SplitBackwardConfig(Constexpr):
 
     dq: DqConfig
     dkdv: DkdvConfig
+    dv: DkdvConfig | None = None  # where `dkdv` computes dk alone
     kind: Literal["split"] = "split"
 
     def with_parts(self, parts: int) -> "SplitBackwardConfig":
@@ -459,8 +496,9 @@ class SplitBackwardConfig(Constexpr):
 
     def __str__(self) -> str:
         dq, dkdv = self.dq, self.dkdv
+        apart = "" if self.dv is None else f", apart, dv x {self.dv.block_m} rows"
         shared = f" in {dkdv.head_splits} parts of the heads" if dkdv.head_splits > 1 else ""
-        return f"dq {dq.block_m} rows x {dq.block_n} keys, dk and dv {dkdv.block_n} keys x {dkdv.block_m} rows{shared}"
+        return f"dq {dq.block_m} rows x {dq.block_n} keys, dk and dv {dkdv.block_n} keys x {dkdv.block_m} rows{apart}{shared}"
 
 
 class TileConfig(NamedTuple):

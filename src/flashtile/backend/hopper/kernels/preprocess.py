@@ -16,8 +16,8 @@ COLUMNS = tl.constexpr(16)  # of the sums of dq that one store clears
 def preprocess_kernel(
     out: RowTensor, dout: RowTensor, lse: HeadTensor, residual: Pointer, dlse: RowTensor, neg_lse: Pointer,
     neg_residual: Pointer, neg_delta: Pointer, dq_accum: Pointer, dq_semaphore: Pointer, tile_count_semaphore: Pointer,
-    tile_count_semaphore_2: Pointer, cu_seqlens_q: Pointer, num_tiles: Scalar, num_heads: Scalar, seqlen_q: Scalar,
-    batch: Scalar, columns: Scalar, dq_parts: Scalar,
+    tile_count_semaphore_2: Pointer, tile_count_semaphore_3: Pointer, cu_seqlens_q: Pointer, num_tiles: Scalar,
+    num_heads: Scalar, seqlen_q: Scalar, batch: Scalar, columns: Scalar, dq_parts: Scalar,
     HEAD_DIM: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """`neg_lse = -lse * log2(e)` and `neg_delta = dlse - sum(dout * out)`; resets the semaphores and dq's sums. Of
@@ -59,6 +59,8 @@ def preprocess_kernel(
         tl.store(tile_count_semaphore, 0)
         if tile_count_semaphore_2 is not None:
             tl.store(tile_count_semaphore_2, 0)
+        if tile_count_semaphore_3 is not None:
+            tl.store(tile_count_semaphore_3, 0)
     if dq_accum is not None:
         WIDTH: tl.constexpr = HEAD_DIM.width
         first = dq_accum + tl.program_id(0).to(tl.int64) * (BLOCK_M * WIDTH)

@@ -50,17 +50,17 @@ class BlockCounts(NamedTuple):
     """Numbers of blocks; upper bounds if packed."""
 
     heads: int  # query heads; dense: of all sequences
-    m_blocks: int  # blocks of rows of a head
+    m_blocks: int  # blocks of the row statistics of a head
     n_blocks: int  # blocks of keys of a key head; dense: of one sequence
     num_tiles: int  # blocks of keys of all key heads, times splits of their rows
 
     @classmethod
     def of(cls, config: FusedBackwardConfig | DkdvConfig, q: Tensor, k: Tensor, batch: int) -> "BlockCounts":
         if q.dim() == 4:
-            m_blocks, n_blocks = -(-q.shape[2] // config.block_m), -(-k.shape[2] // config.block_n)
+            m_blocks, n_blocks = -(-q.shape[2] // config.stats_rows), -(-k.shape[2] // config.block_n)
             return cls(batch * q.shape[1], m_blocks, n_blocks, batch * k.shape[1] * n_blocks * config.splits)
         m_blocks, n_blocks = (
-            max_blocks(len(x), block, batch) for x, block in ((q, config.block_m), (k, config.block_n))
+            max_blocks(len(x), block, batch) for x, block in ((q, config.stats_rows), (k, config.block_n))
         )
         return cls(q.shape[1], m_blocks, n_blocks, k.shape[1] * n_blocks)
 
@@ -87,7 +87,7 @@ class BackwardLaunches:
         self.group = self.q.shape[1] // self.k.shape[1] // config.head_splits  # query heads that a program visits
         self.cores = cores_of(self.q)
         self.programs = min(self.cores, self.blocks.num_tiles)
-        self.padded_rows = self.blocks.m_blocks * config.block_m
+        self.padded_rows = self.blocks.m_blocks * config.stats_rows
         row_stats = (self.blocks.heads, self.padded_rows), torch.float32
         self.workspace = recorder.workspace(
             self.q,
@@ -126,13 +126,13 @@ class BackwardLaunches:
             "dq_parts": self.config.dq_parts,
             "HEAD_DIM": self.config.head_dim_v,
             "ALIGN": ALIGN,
-            "BLOCK_M": self.config.block_m,
-            "num_warps": min(MOST_WARPS, self.config.block_m * max(self.config.head_dim_v.chunks) // FEATURES),
+            "BLOCK_M": self.config.stats_rows,
+            "num_warps": min(MOST_WARPS, self.config.stats_rows * max(self.config.head_dim_v.chunks) // FEATURES),
             **(OVERLAPPING if self.follows_copy else {}),
         }
         pointers = {
             **rows._asdict(), "dout": self.dout,
-            "cu_seqlens_q": self.cu_seqlens_q, "dq_semaphore": None,
+            "cu_seqlens_q": self.cu_seqlens_q, "dq_semaphore": None, "tile_count_semaphore_3": None,
             **self.workspace, **self.residual_pointer(), "dq_accum": dq_accum,
         }  # fmt: skip
         self.recorder.launch(PREPROCESS, pointers, self.blocks.heads * self.blocks.m_blocks, scalars)
@@ -161,10 +161,10 @@ class BackwardLaunches:
         """The pointer to the row statistic that natural scores have."""
         return {"neg_residual": self.workspace.get("neg_residual")}
 
-    def row_stats_pointers(self) -> Pointers:
-        """TMA descriptors of the row statistics, and that pointer."""
+    def row_stats_pointers(self, rows: int) -> Pointers:
+        """TMA descriptors of the row statistics in boxes of rows, and that pointer."""
         descriptors = {
-            f"{name}_desc": Described(self.workspace[name], row_stats_descriptor, self.config.block_m)
+            f"{name}_desc": Described(self.workspace[name], row_stats_descriptor, rows)
             for name in ("neg_lse", "neg_delta")
         }
         return {**descriptors, **self.residual_pointer()}

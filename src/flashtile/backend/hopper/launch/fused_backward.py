@@ -78,7 +78,7 @@ class FusedBackward(BackwardLaunches):
         dq = self.new_dq()
         pointers = {
             **self.input_pointers(self.config.block_m),
-            **self.row_stats_pointers(),
+            **self.row_stats_pointers(self.config.block_m),
             **self.dq_pointers(dq),
             "dk_desc": Described(dk, self.make_descriptor, box),
             "dv_desc": Described(dv, self.make_descriptor, box),

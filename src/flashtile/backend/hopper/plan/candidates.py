@@ -27,7 +27,7 @@ from ..tile_config import (
 from . import float32_tables
 from .listed import expects_lists, is_padded
 from .tables import FORWARD, FUSED_BACKWARD, SPLIT_BACKWARD, TANGENTS
-from .widths import FORWARD_ONLY, ONE_BOX, widths
+from .widths import ONE_BOX, SHARED_COLUMNS, widths
 
 NEWEST_3WG = (3, 7)  # version of Triton; with later ones, three warpgroups spill at 80 and 96 features
 NEWEST_LATE_DQ = (3, 6)  # version of Triton; with 3.9, adding dq late spills 192 bytes at 128 features, not 72
@@ -111,7 +111,7 @@ def is_plain(problem: Problem) -> bool:
 
 def warpgroups_with_room(problem: Problem, device: Device, width: tuple[int, int]) -> tuple[int, ...]:
     """Numbers of a program's warpgroups that have registers for what the problem does with scores."""
-    if width in FORWARD_ONLY:
+    if width in SHARED_COLUMNS:
         return (1,)
     score_mod, masked = problem.score_mod, is_masked(problem)
     costly = score_mod is not None and not (isinstance(score_mod, Formula) and is_head_factor(score_mod))
@@ -157,7 +157,8 @@ def backward(problem: Problem, device: Device) -> Iterator[FusedBackwardConfig |
         for pair in pairs[: None if plain else 1]:
             dq = replace(pair.dq, heads_at_once=forward_orders(problem, pair.dq)[0])
             for dkdv in shared_heads(pair.dkdv, problem, device):
-                yield SplitBackwardConfig(dq, dkdv)
+                shared = {"head_splits": dkdv.head_splits, "heads_at_once": dkdv.heads_at_once}
+                yield SplitBackwardConfig(dq, dkdv, pair.dv and replace(pair.dv, **shared))
         return
     limited = not problem.window.unlimited
     for config in FUSED_BACKWARD[width[0]]:

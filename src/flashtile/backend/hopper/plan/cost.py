@@ -169,7 +169,12 @@ def split(problem: Problem, device: Device, config: SplitBackwardConfig) -> Cost
     own = group // dkdv.head_splits
     head = of_group(head, own)
     heads = batch * p.num_heads_kv * dkdv.head_splits
-    add(counts, f"{kind}dkdv", dkdv, busiest(head, heads, device.cores, at_once=dkdv.heads_at_once), p)
+    name = "dk" if dkdv.result == "dk" else "dkdv"
+    add(counts, f"{kind}{name}", dkdv, busiest(head, heads, device.cores, at_once=dkdv.heads_at_once), p)
+    if (dv := config.dv) is not None:
+        counts["launch"] += 1
+        head = of_group(waves.key_tiles(p.window, rows, keys, dv.block_m, dv.block_n), own)
+        add(counts, "dv", dv, busiest(head, heads, device.cores, at_once=dv.heads_at_once), p)
     if dkdv.head_splits > 1:
         counts["launch sums"] += 1
         counts["sum byte"] += batch * p.num_heads_kv * keys * (p.head_dim + p.head_dim_v) * (8 * dkdv.head_splits + 2)

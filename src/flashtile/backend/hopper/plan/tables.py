@@ -16,7 +16,7 @@ from ..tile_config import (
 # Boxes of 64 columns are loaded faster than narrower ones, which leave room for more stages.
 D32, D64, D80, D96 = HeadDim((32,), 32), HeadDim((64,), 64), HeadDim((64, 16), 64), HeadDim((64, 32), 64)
 D128, D192, D256 = HeadDim((128,), 128), HeadDim((128, 64), 64), HeadDim((256,), 256)
-D512 = HeadDim((128,) * 4, 128, apart=True)
+D512, D512_WHOLE = HeadDim((128,) * 4, 128, apart=True), HeadDim((128,) * 4, 128)
 D80_NARROW, D96_NARROW, D160_NARROW = (HeadDim(x, 32) for x in ((64, 16), (64, 32), (128, 32)))
 
 
@@ -77,6 +77,17 @@ FUSED_BACKWARD = {
         FusedBackwardConfig(D128, 64, 2, 240, 24, early_half_exps=False, late_dq=LateDq(2)),
     ),
 }
+
+
+def wide_backward(rows: int, stages: int) -> SplitBackwardConfig:
+    """The kernels over 256 features: that of dk keeps keys and values in shared memory, which leaves 64 KB to rows."""
+    return SplitBackwardConfig(
+        DqConfig(D512_WHOLE, D512_WHOLE, kv_stages=3, block_n=32, column_groups=2),
+        DkdvConfig(D512_WHOLE, D512_WHOLE, stages, block_m=rows, result="dk"),
+        DkdvConfig(D512_WHOLE, D512_WHOLE, stages=2, block_m=32, result="dv"),
+    )
+
+
 SPLIT_BACKWARD = {
     (192, 128): (SplitBackwardConfig(DqConfig(D192, D128, kv_stages=6), DkdvConfig(D192, D128, stages=3)),),
     (160, 160): (
@@ -93,6 +104,7 @@ SPLIT_BACKWARD = {
         ),
     ),
     (256, 256): (SplitBackwardConfig(DqConfig(D256, D256, kv_stages=3), DkdvConfig(D256, D256, stages=2)),),
+    (512, 512): (wide_backward(rows=16, stages=2), wide_backward(rows=32, stages=1)),
 }
 # By width of q and v. Up to 64 features Triton's kernel, which computes all in one pass, has the registers.
 TANGENTS = {

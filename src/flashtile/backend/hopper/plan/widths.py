@@ -10,7 +10,7 @@ WIDTHS = (  # widths of the kernels, for (q and k, v)
 
 FLOAT32 = WIDTHS[1:5]  # widths of float32
 FUSED = WIDTHS[:5]  # with one backward kernel
-FORWARD_ONLY = WIDTHS[-1:]  # with no backward kernel
+SHARED_COLUMNS = WIDTHS[-1:]  # whose columns two warpgroups share
 ONE_BOX = WIDTHS[:2]  # where exponentials take longer than products, and three warpgroups are fast with every Triton
 
 

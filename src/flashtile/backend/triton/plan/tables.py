@@ -60,10 +60,15 @@ SINGLE_TF32X3 = (  # Hopper's; wider tiles of float32 have no registers for comp
 PLAIN_FORWARD = (
     (64, KernelConfig(64, 64, 4, 3)), (64, KernelConfig(128, 64, 4, 3)), (64, KernelConfig(64, 32, 4, 3)),
     (128, KernelConfig(64, 64, 4, 3)), (256, KernelConfig(64, 64, 4, 2)),
+    (512, KernelConfig(64, 32, 8, 2)), (512, KernelConfig(32, 32, 8, 2)),
 )  # fmt: skip
 # there more tiles of backward,
-MORE_DKDV = ((64, KernelConfig(64, 64, 4, 3)), (64, KernelConfig(32, 128, 4, 3)))
-MORE_DQ = ((64, KernelConfig(128, 64, 4, 3)), (64, KernelConfig(128, 32, 4, 3)))
+MORE_DKDV = (
+    (64, KernelConfig(64, 64, 4, 3)), (64, KernelConfig(32, 128, 4, 3)), (512, KernelConfig(32, 16, 8, 1)),
+)  # fmt: skip
+MORE_DQ = (
+    (64, KernelConfig(128, 64, 4, 3)), (64, KernelConfig(128, 32, 4, 3)), (512, KernelConfig(32, 32, 8, 1)),
+)  # fmt: skip
 # on chips with mma.sync, for forward with a bias, for dk and dv, and for dq,
 MMA_SYNC_BIASED = ((64, KernelConfig(64, 64, 4, 3)), (128, KernelConfig(128, 32, 4, 3)))
 MMA_SYNC_DKDV = ((64, KernelConfig(32, 128, 4, 3)), (128, KernelConfig(32, 128, 8, 3)))

@@ -100,7 +100,8 @@ def backward_producer_warp(
             count += 1
         elif steps == 0:
             load_keys(pipelines.k, descs.k, tile, splits, tile_count, BLOCK_N, HEAD_DIM, PACKED)
-            load_keys(pipelines.v, descs.v, tile, splits, tile_count, BLOCK_N, HEAD_DIM_V, PACKED)
+            if pipelines.v is not None:
+                load_keys(pipelines.v, descs.v, tile, splits, tile_count, BLOCK_N, HEAD_DIM_V, PACKED)
         m, group_head = first_m_block(tile, CONFIG.lpt), 0
         entry = first_entry(lists, tile)
         steps_left = steps

@@ -150,6 +150,7 @@ def schedule_dense_key_tiles(queue, scheduler, seqlens, bounds, CONFIG: gl.const
 def schedule_packed_key_tiles(queue, scheduler, seqlens, bounds, CONFIG: gl.constexpr):
     """Keys outside all sequences count as one more sequence, which no row sees."""
     BLOCK_M: gl.constexpr = CONFIG.block_m
+    STATS_ROWS: gl.constexpr = CONFIG.stats_rows
     BLOCK_N: gl.constexpr = CONFIG.block_n
     tile_index = gl.program_id(0)
     count = 0
@@ -175,7 +176,7 @@ def schedule_packed_key_tiles(queue, scheduler, seqlens, bounds, CONFIG: gl.cons
             shift = seqlen_k - seqlen_q + scheduler.diagonal
             m_blocks = m_block_range(bounds, first_key, last_key, shift, seqlen_q, BLOCK_M)
             # Each sequence begins with a block of its own (`padded_rows`).
-            padded_row = head * scheduler.group * scheduler.padded_rows + (token_q // BLOCK_M + b) * BLOCK_M
+            padded_row = head * scheduler.group * scheduler.padded_rows + (token_q // STATS_ROWS + b) * STATS_ROWS
             tile = KeyWorkTile(
                 b, head, first_key, m_blocks.lo, m_blocks.hi, padded_row, shift, seqlen_q, seqlen_k, token_q, token_k,
                 0,

@@ -5,7 +5,8 @@ every 64 keys, instead of 128 as in the fused kernel, would take longer than com
 own kernel, `dkdv` computes dk and dv, and each result has one writer.
 
 A scheduler warp, a producer warp, and two consumer warpgroups of 64 rows each; the products of one overlap the
-exponentials of the other.
+exponentials of the other. Over 256 features both have the same rows, whose scores each computes, and half of dq's
+columns.
 """
 
 from typing import NamedTuple
@@ -32,6 +33,7 @@ from ..shared.pipeline import (
     FIRST_BARRIER,
     LAST_BARRIER,
     NamedBarriers,
+    chunks_of,
     consumer_release,
     consumer_wait,
     make_buffers,
@@ -90,10 +92,11 @@ def dq_kernel(
     PACKED: gl.constexpr = seqlens.cu_seqlens_q is not None
     NUM_WARPGROUPS: gl.constexpr = CONFIG.num_warpgroups
     gl.static_assert(FIRST_BARRIER + CONFIG.kv_stages - 1 <= LAST_BARRIER)
+    ROW_GROUPS: gl.constexpr = CONFIG.row_groups
     pipelines = DqPipelines(
-        make_buffers(q_desc, NUM_WARPGROUPS, HEAD_DIM),
-        make_buffers(dout_desc, NUM_WARPGROUPS, HEAD_DIM_V),
-        make_mbarriers(NUM_WARPGROUPS, 1),
+        make_buffers(q_desc, ROW_GROUPS, HEAD_DIM),
+        make_buffers(dout_desc, ROW_GROUPS, HEAD_DIM_V),
+        make_mbarriers(ROW_GROUPS, CONFIG.column_groups),
         make_pipeline(k_desc, CONFIG.kv_stages, NamedBarriers(FIRST_BARRIER, 128 * NUM_WARPGROUPS + 32), HEAD_DIM),
     )
     queue = make_tile_queue(NUM_WARPGROUPS + 1)
@@ -116,12 +119,14 @@ def dq_kernel(
 
 @gluon.jit
 def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, PACKED: gl.constexpr):
-    """The partition that computes dq of 64 rows of each tile."""
+    """The partition that computes dq of 64 rows of each tile, or a group of its columns."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    COLUMNS: gl.constexpr = CONFIG.columns[warpgroup]
+    ROW_GROUP: gl.constexpr = warpgroup // CONFIG.column_groups
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
     BLOCK_N: gl.constexpr = CONFIG.block_n
     KV_STAGES: gl.constexpr = CONFIG.kv_stages
-    NUM_WARPGROUPS: gl.constexpr = CONFIG.num_warpgroups
+    ROW_GROUPS: gl.constexpr = CONFIG.row_groups
     PARTS: gl.constexpr = HEAD_DIM.parts
     DP_GEMMS: gl.constexpr = len(HEAD_DIM_V.chunks) * max(1, len(LEFT[PARTS]))
     SCORE_MOD: gl.constexpr = CONFIG.score_mod
@@ -135,7 +140,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
     tile_count = 0
     tile = pop_tile(queue, 0)
     while tile.b >= 0:
-        first_row = tile.first_row + warpgroup * MMA_M
+        first_row = tile.first_row + ROW_GROUP * MMA_M
         shift = tile.seqlen_k - tile.seqlen_q + context.diagonal
         blocks = n_block_range(bounds, first_row, first_row + (MMA_M - 1), shift, tile.seqlen_k, BLOCK_N)
         neg_lse, neg_residual, neg_delta = load_row_stats(context.row_stats, tile, first_row, s_layout, PACKED)
@@ -143,21 +148,19 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         sequence = gl.minimum(tile.b, params.batch - 1)
         of_head = load_head(params, tile.b, tile.head, SCORE_MOD)
         of_rows = load_rows(params, tile.b, tile.head, row, SCORE_MOD)
-        dq = zero_sums(HEAD_DIM)
-        mbarrier.wait(pipelines.q.full.index(warpgroup), tile_count & 1)
-        mbarrier.wait(pipelines.dout.full.index(warpgroup), tile_count & 1)
+        dq = zero_sums(COLUMNS)
+        mbarrier.wait(pipelines.q.full.index(ROW_GROUP), tile_count & 1)
+        mbarrier.wait(pipelines.dout.full.index(ROW_GROUP), tile_count & 1)
         dout_own = ()
         if CONFIG.dout_in_registers:
-            dout_own = left_operands(
-                stage_chunks(pipelines.dout, opaque(warpgroup), NUM_WARPGROUPS, HEAD_DIM_V), s_layout
-            )
+            dout_own = left_operands(stage_chunks(pipelines.dout, opaque(ROW_GROUP), ROW_GROUPS, HEAD_DIM_V), s_layout)
         for n in range(tile.lo, tile.hi):
             block = tile.hi - 1 + tile.lo - n
             first_key = block * BLOCK_N
             masked = (block >= blocks.full_hi) | (block < blocks.full_lo)
-            buffer = opaque(warpgroup)  # wide heads leave no registers for precomputed addresses
+            buffer = opaque(ROW_GROUP)  # wide heads leave no registers for precomputed addresses
             consumer_wait(kv, 2 * count + 1, KV_STAGES)
-            q_i = stage_chunks(pipelines.q, buffer, NUM_WARPGROUPS, HEAD_DIM)
+            q_i = stage_chunks(pipelines.q, buffer, ROW_GROUPS, HEAD_DIM)
             k_j = stage_chunks(kv, 2 * count + 1, KV_STAGES, HEAD_DIM)
             s = small_products(q_i, k_j, zeros, PARTS)
             if PARTS > 1:
@@ -166,7 +169,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             v_j = stage_chunks(kv, 2 * count, KV_STAGES, HEAD_DIM_V)
             dout_i = dout_own
             if not CONFIG.dout_in_registers:
-                dout_i = stage_chunks(pipelines.dout, buffer, NUM_WARPGROUPS, HEAD_DIM_V)
+                dout_i = stage_chunks(pipelines.dout, buffer, ROW_GROUPS, HEAD_DIM_V)
             dp = small_products(dout_i, v_j, zeros, PARTS)
             key = gl.expand_dims(first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s_layout)), 0)
             of_keys = load_keys(params, tile.b, tile.head, key, None, SCORE_MOD)
@@ -185,19 +188,20 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
             dp, ds_weight = warpgroup_mma_wait(0, deps=(dp, ds_weight))
             dp = large_product(dout_i, v_j, dp, PARTS)
             consumer_release(kv.empty, 2 * count, KV_STAGES)
-            mbarrier.arrive(pipelines.rows_empty.index(warpgroup), count=1, pred=n == tile.hi - 1)
+            mbarrier.arrive(pipelines.rows_empty.index(ROW_GROUP), count=1, pred=n == tile.hi - 1)
             if dropout.seed is not None:
                 dp = where_kept(kept, dp, False) * dropout.keep_scale
             dp += gl.expand_dims(neg_delta, 1)
             ds = ds_weight * dp
             if masked:  # NaN in a hidden pair: dp, or a derivative
                 ds = where_bits(visible, ds, 0.0)
-            dq = add_product(dq, ds, stage_chunks(kv, 2 * opaque(count) + 1, KV_STAGES, HEAD_DIM), dtype, HEAD_DIM)
+            k_j = chunks_of(stage_chunks(kv, 2 * opaque(count) + 1, KV_STAGES, HEAD_DIM), COLUMNS)
+            dq = add_product(dq, ds, k_j, dtype, COLUMNS)
             consumer_release(kv.empty, 2 * count + 1, KV_STAGES)
             count += 1
         store_accumulators(
             context.output, context.columns, dq, context.scale, tile.b, tile.head, tile.token_q, first_row,
-            tile.seqlen_q, HEAD_DIM,
+            tile.seqlen_q, COLUMNS,
         )  # fmt: skip
         tile_count += 1
         tile = pop_tile(queue, tile_count)

@@ -15,9 +15,9 @@ from ..shared.tile_scheduler import REQUEST_DISTANCE, pop_tile, request_tile
 class DqPipelines(NamedTuple):
     """Buffers between the producer warp and the consumer warpgroups."""
 
-    q: SmemBuffers  # one for each warpgroup
+    q: SmemBuffers  # one for each group of rows
     dout: SmemBuffers
-    rows_empty: gl.shared_memory_descriptor  # [NUM_WARPGROUPS, 1] mbarriers, for q and dout
+    rows_empty: gl.shared_memory_descriptor  # [ROW_GROUPS, 1] mbarriers, for q and dout
     kv: Pipeline  # block n: v in load 2n, k in load 2n + 1, as k is released last
 
 
@@ -28,7 +28,7 @@ def dq_producer_warp(q_desc, k_desc, v_desc, dout_desc, pipelines, queue, CONFIG
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
     BLOCK_N: gl.constexpr = CONFIG.block_n
     KV_STAGES: gl.constexpr = CONFIG.kv_stages
-    NUM_WARPGROUPS: gl.constexpr = CONFIG.num_warpgroups
+    ROW_GROUPS: gl.constexpr = CONFIG.row_groups
     tile_count = 0
     count = 0
     tile = pop_tile(queue, 0)
@@ -39,13 +39,13 @@ def dq_producer_warp(q_desc, k_desc, v_desc, dout_desc, pipelines, queue, CONFIG
             request_tile(queue, n == tile.hi - REQUEST_DISTANCE)
             acquire_and_load(pipelines.kv, v_desc, kv_coord(tile, first_key, PACKED), 2 * count, KV_STAGES, HEAD_DIM_V)
             if n == tile.lo:
-                for warpgroup in gl.static_range(NUM_WARPGROUPS):
-                    coord = q_coord(tile, tile.head, tile.first_row + warpgroup * MMA_M, PACKED)
-                    mbarrier.wait(pipelines.rows_empty.index(warpgroup), (tile_count & 1) ^ 1)
-                    expect_bytes(pipelines.q, q_desc, warpgroup, HEAD_DIM)
-                    load_boxes(pipelines.q, q_desc, coord, warpgroup, HEAD_DIM)
-                    expect_bytes(pipelines.dout, dout_desc, warpgroup, HEAD_DIM_V)
-                    load_boxes(pipelines.dout, dout_desc, coord, warpgroup, HEAD_DIM_V)
+                for group in gl.static_range(ROW_GROUPS):
+                    coord = q_coord(tile, tile.head, tile.first_row + group * MMA_M, PACKED)
+                    mbarrier.wait(pipelines.rows_empty.index(group), (tile_count & 1) ^ 1)
+                    expect_bytes(pipelines.q, q_desc, group, HEAD_DIM)
+                    load_boxes(pipelines.q, q_desc, coord, group, HEAD_DIM)
+                    expect_bytes(pipelines.dout, dout_desc, group, HEAD_DIM_V)
+                    load_boxes(pipelines.dout, dout_desc, coord, group, HEAD_DIM_V)
             acquire_and_load(
                 pipelines.kv, k_desc, kv_coord(tile, first_key, PACKED), 2 * count + 1, KV_STAGES, HEAD_DIM
             )
