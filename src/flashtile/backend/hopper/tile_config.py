@@ -498,7 +498,8 @@ class SplitBackwardConfig(Constexpr):
         dq, dkdv = self.dq, self.dkdv
         apart = "" if self.dv is None else f", apart, dv x {self.dv.block_m} rows"
         shared = f" in {dkdv.head_splits} parts of the heads" if dkdv.head_splits > 1 else ""
-        return f"dq {dq.block_m} rows x {dq.block_n} keys, dk and dv {dkdv.block_n} keys x {dkdv.block_m} rows{apart}{shared}"
+        keys = f"dk and dv {dkdv.block_n} keys x {dkdv.block_m} rows{apart}{shared}"
+        return f"dq {dq.block_m} rows x {dq.block_n} keys, {keys}"
 
 
 class TileConfig(NamedTuple):

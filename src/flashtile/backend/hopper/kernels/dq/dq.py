@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..shared import scores
 from ..shared.column_masks import all_visible, where_bits
+from ..shared.columns import chunks_of
 from ..shared.compat import Pointer, Scalar, kernel
 from ..shared.dropout import Dropout, kept_pairs, load_stream, where_kept
 from ..shared.epilogue import OutputTensor, store_accumulators
@@ -33,7 +34,6 @@ from ..shared.pipeline import (
     FIRST_BARRIER,
     LAST_BARRIER,
     NamedBarriers,
-    chunks_of,
     consumer_release,
     consumer_wait,
     make_buffers,

@@ -219,14 +219,6 @@ def stage_chunks(pipeline, count, STAGES: gl.constexpr, HEAD_DIM: gl.constexpr):
 
 
 @gluon.jit
-def chunks_of(chunks, COLUMNS: gl.constexpr):
-    """Those of a group of columns, of all parts where it has all columns."""
-    FIRST: gl.constexpr = len(COLUMNS.before)
-    NUMBER: gl.constexpr = len(COLUMNS.chunks) * COLUMNS.parts
-    return chunks[FIRST : FIRST + NUMBER]
-
-
-@gluon.jit
 def as_matrix(smem):
     """Shared memory without the leading dimensions of size 1 that boxes have."""
     return smem.reshape([smem.shape[-2], smem.shape[-1]])

@@ -1,9 +1,9 @@
 """Kernels for dk and for dv of heads above 256 features: a tile of 64 keys, and the columns of one gradient in the
 registers of two warpgroups.
 
-The first warpgroup computes p. For dv it passes p to the second one, and each multiplies it with half of dout's columns.
-For dk the second one computes dp meanwhile, makes ds of it and the first one's derivatives, and returns ds. Blocks are
-transposed as in `kernels.dkdv`.
+The first warpgroup computes p. For dv it passes p to the second one, and each multiplies it with half of the columns
+of dout. For dk the second one computes dp meanwhile, makes ds of it and the first one's derivatives, and returns ds.
+Blocks are transposed as in `kernels.dkdv`.
 """
 
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from ..backward.tile_scheduler import first_m_block, key_scheduler_warp, next_m_
 from ..dkdv.dkdv import CONSUMER_THREADS, DkdvContext, DkdvScheduler, DsWeights, first_token, full_blocks, visible_in
 from ..shared import scores
 from ..shared.column_masks import where_bits
+from ..shared.columns import chunks_of
 from ..shared.compat import Pointer, Scalar, kernel
 from ..shared.dropout import Dropout
 from ..shared.epilogue import OutputTensor, store_accumulators
@@ -28,7 +29,6 @@ from ..shared.pipeline import (
     FIRST_BARRIER,
     LAST_BARRIER,
     NamedBarriers,
-    chunks_of,
     consumer_release,
     consumer_wait,
     make_pipeline,
