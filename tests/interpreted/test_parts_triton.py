@@ -16,6 +16,8 @@ from flashtile.backend.triton.launch import backward_launches, called, products
 from flashtile.backend.triton.launch.split_rows import split_rows
 from flashtile.backend.triton.plan import candidates
 from flashtile.backend.triton.tile_config import KernelConfig
+from flashtile.call.device import Device
+from flashtile.call.problem import Problem
 from flashtile.dispatch import fast_path
 from flashtile.testing.case import Case, ScoreFunction
 from flashtile.testing.poison import poisoned_allocation
@@ -69,13 +71,17 @@ def by_pytorch(scores: int = 2 * 32 * 64, keys: int = 8192, *, tf32: bool = Fals
         if tf32:
             patches.enter_context(mock.patch.object(products, "allows_tf32", return_value=True))
             patches.enter_context(mock.patch.object(called, "allows_tf32", return_value=True))
-        patches.enter_context(mock.patch.object(candidates, "multiplies", return_value=True))
+        patches.enter_context(mock.patch.object(candidates, "multiplies", side_effect=multiplies))
         patches.enter_context(forced(support))
         patches.enter_context(mock.patch.object(torch, "bmm", bmm(torch.bmm)))
         patches.enter_context(mock.patch.object(torch, "baddbmm", baddbmm(torch.baddbmm)))
         patches.enter_context(poisoned_allocation())
         yield
     score_blocks.blocks_of.cache_clear()
+
+
+def multiplies(problem: Problem, device: Device, *, backward: bool = False) -> bool:
+    return backward or problem.dtype is torch.float32
 
 
 @pytest.mark.parametrize(
@@ -153,7 +159,7 @@ DROP = {"dropout_p": 0.3, "dropout_seed": 1}
     ids=lambda x: getattr(x, "description", str(x)),
 )
 def test_pytorch_multiplies_half(case: Case, dtype: torch.dtype) -> None:
-    """In blocks of at most two heads of 16 rows and 80 keys, rows in blocks of 64 keys."""
+    """In backward; in blocks of at most two heads of 16 rows and 80 keys, rows in blocks of 64 keys."""
     rows = ("q", "k", "v", "bias")
     arguments = {name: x.to(dtype) if name in rows else x for name, x in case.arguments.items()}
     assert case.dout is not None
@@ -167,7 +173,7 @@ def test_pytorch_multiplies_half(case: Case, dtype: torch.dtype) -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_products_of_the_gradients_that_are_needed(dtype: torch.dtype, needed: str, products: int, sums: int) -> None:
-    """One of scores in forward and one in backward; one with dout, unless for v alone; a sum of each gradient."""
+    """One of scores, in float32 in both passes; one with dout, unless for v alone; a sum of each gradient."""
     case = case_of((1, 2, 1, 16, 30, 16, 16), bias=pairs(16, 30), alibi_slopes=pairs(1, 2)[0, 0, 0])
     arguments = {name: x.to(dtype) if name in "qkv" else x for name, x in case.arguments.items()}
     assert case.dout is not None
@@ -178,8 +184,8 @@ def test_products_of_the_gradients_that_are_needed(dtype: torch.dtype, needed: s
         mock.patch.object(torch, "baddbmm", side_effect=torch.baddbmm) as add,
     ):
         assert failures(case) == []
-    per_sum = 3 if dtype is torch.float32 else 1  # of parts
-    assert (multiply.call_count, add.call_count) == (products, sums * per_sum)
+    in_forward, per_sum = (0, 3) if dtype is torch.float32 else (1, 1)  # of parts
+    assert (multiply.call_count, add.call_count) == (products - in_forward, (sums - in_forward) * per_sum)
 
 
 def bmm(multiply: Any) -> Any:

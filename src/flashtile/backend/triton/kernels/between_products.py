@@ -96,12 +96,10 @@ def subtrahend(m):
 
 @kernel
 def softmax_kernel(
-    s: Pointer, p: Pointer, lse: RowTensor, residual: Pointer, divisors: Pointer, block: ScoreBlock, params: Params,
+    s: Pointer, p: Pointer, lse: RowTensor, residual: Pointer, block: ScoreBlock, params: Params,
     CHUNK: tl.constexpr, WIDTH: tl.constexpr, NUM_BLOCKS: tl.constexpr, PARTS: tl.constexpr, ACCURATE: tl.constexpr,
 ):  # fmt: skip
-    """Store the probabilities of scores `[heads, rows, keys]` and `lse`; parts are `[heads, rows, chunks, 3, CHUNK]`.
-    With `divisors [heads, rows]`, which are stored, probabilities have yet to be divided.
-    """
+    """Store the probabilities of scores `[heads, rows, keys]` and `lse`; parts are `[heads, rows, chunks, 3, CHUNK]`."""
     dropout = params.dropout
     NATURAL: tl.constexpr = params.scores.bias.data is not None or params.scores.score_mod is not None
     program = tl.program_id(0)
@@ -133,9 +131,6 @@ def softmax_kernel(
     weight = 1.0 / divisor
     if dropout.threshold is not None:
         weight *= dropout.keep_scale
-    if divisors is not None:
-        tl.store(divisors + row.at + of_row, 1.0 / weight)
-        weight = tl.full([1], 1.0, tl.float32)
     for n in tl.static_range(NUM_BLOCKS):
         local = n * WIDTH + tl.arange(0, WIDTH)[None, :]
         if NUM_BLOCKS > 1:
@@ -250,17 +245,13 @@ def fold_kernel(
 
 @kernel
 def store_kernel(
-    sums: Pointer, divisors: Pointer, rows: QueryTensor, first_head: Scalar, first_row: Scalar, num_rows: Scalar,
+    sums: Pointer, rows: QueryTensor, first_head: Scalar, first_row: Scalar, num_rows: Scalar,
     num_heads: Scalar, group: Scalar, WIDTH: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Store sums `[heads, num_rows, D]` of a block in `rows [B, H, S, D]`, the inverse of `fold_kernel`; divided by
-    `divisors` unless they are `None`.
-    """
+    """Store sums `[heads, num_rows, D]` of a block in `rows [B, H, S, D]`, the inverse of `fold_kernel`."""
     tile = folded_rows(rows, first_head, first_row, num_rows, num_heads, group, ALIGN, BLOCK_M)
     at = tile.at_head.to(tl.int64) * num_rows + tile.row
     d = tl.arange(0, WIDTH)[None, :]
     exists = tile.exists[:, None] & (d < D)
     x = tl.load(sums + at[:, None] * D + d, mask=exists, other=0.0)
-    if divisors is not None:
-        x /= tl.load(divisors + at, mask=tile.exists, other=1.0)[:, None]
     tl.store(tile.pointers[:, None] + d, x, mask=exists)

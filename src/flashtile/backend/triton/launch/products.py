@@ -59,20 +59,18 @@ def launch_forward(recorder: Recorder, call: Call) -> Results:
     if out is None:
         out = recorder.new(new_rows(t.q, t.q.shape[1], t.v.shape[-1], dtype))
     sums = RowSums(recorder, sizes, blocks, out)
-    # Probabilities of 16 bits are at most 1 and divided by their sum at the end, so that none are subnormal numbers.
-    divisors = None if dtype is torch.float32 else recorder.new(lse.new_empty(most_rows(blocks)))
     q_rows, k_rows, v_rows = by.left(recorder, q), by.right(recorder, k), by.summands(recorder, v, sizes.keys_at_once)
     s = recorder.new(new_scores(q, blocks))
     p = by.new_probabilities(recorder, s, blocks, dtype)
     shared = call_scalars(call, by.PARTS)
     pointers = without_rows(args.pointers(recorder, call, q, k, v))
-    pointers |= {"sinks": t.sinks, "s": s, "p": p, "lse": row_stats, "residual": residual, "divisors": divisors}
+    pointers |= {"sinks": t.sinks, "s": s, "p": p, "lse": row_stats, "residual": residual}
     for block in blocks:
         recorder.effect(partial(by.multiply_rows, block), s, q_rows, k_rows)
         scalars = {**shared, **block_scalars(sizes, block, by.PARTS), **lse_strides(lse)}
         launch(recorder, call, SOFTMAX, pointers, block.num_heads * block.num_rows, scalars)
         recorder.effect(partial(by.add_over_keys, sizes, block, 1.0, sums.whole), sums.memory, p, v_rows)
-        sums.store(block, divisors)
+        sums.store(block)
     return out, row_stats
 
 
@@ -178,10 +176,10 @@ class RowSums:
             shape = most_rows(blocks), result.shape[-1]
             self.memory = recorder.new(result.new_empty(shape, dtype=torch.float32))
 
-    def store(self, block: Block, divisors: Tensor | None = None) -> None:
+    def store(self, block: Block) -> None:
         if not self.whole:
             rows = block.head, block.num_heads, block.row, block.num_rows
-            store(self.recorder, self.memory, divisors, self.result, rows, self.sizes.group)
+            store(self.recorder, self.memory, self.result, rows, self.sizes.group)
 
 
 class KeySums:
@@ -201,7 +199,7 @@ class KeySums:
 
     def store(self) -> None:
         if not self.whole:
-            store(self.recorder, self.memory, None, self.result, self.rows, 1)
+            store(self.recorder, self.memory, self.result, self.rows, 1)
 
 
 def rows_of_heads(heads: int, x: Tensor) -> Tensor:
@@ -213,13 +211,11 @@ def most_rows(blocks: tuple[Block, ...]) -> int:
     return max(block.num_heads * block.num_rows for block in blocks)
 
 
-def store(
-    recorder: Recorder, sums: Tensor, divisors: Tensor | None, result: Tensor, at: tuple[int, int, int, int], group: int
-) -> None:
+def store(recorder: Recorder, sums: Tensor, result: Tensor, at: tuple[int, int, int, int], group: int) -> None:
     """Store sums in a result. They begin at a key head, have some heads, begin at a row and have some rows."""
     head, num_heads, row, num_rows = at
     scalars = {"first_head": head, "first_row": row, "num_rows": num_rows, **copy_scalars(result, group)}
-    pointers = {"sums": sums, "divisors": divisors, "rows": result}
+    pointers = {"sums": sums, "rows": result}
     recorder.launch(STORE, pointers, num_copies(num_rows) * num_heads, scalars)
 
 

@@ -150,7 +150,7 @@ def forward_tiles(tile: KernelConfig, problem: Problem, device: Device) -> tuple
 
 def multiplies(problem: Problem, device: Device, *, backward: bool = False) -> bool:
     """Whether PyTorch can multiply, and this backend's kernels do the rest (`launch.products`): of wide heads on
-    Hopper, where six products of bfloat16 numbers take less time than one of float32.
+    Hopper, where six products of bfloat16 numbers take less time than one of float32; in forward, of float32 alone.
     """
     p = problem
     width = max(p.head_dim, p.head_dim_v)
@@ -161,7 +161,7 @@ def multiplies(problem: Problem, device: Device, *, backward: bool = False) -> b
     # Rows are whole vectors, and random numbers of a row begin with a whole counter.
     if p.head_dim % 8 or p.head_dim_v % 8 or p.octet_start:
         return False
-    return backward or p.dtype is torch.float32 or p.mask_mod is None  # kernels skip what a mask function hides
+    return backward or p.dtype is torch.float32
 
 
 def few_rows(tiles: TileConfig, width: int, problem: Problem, device: Device) -> Iterator[tuple[TileConfig, int]]:
