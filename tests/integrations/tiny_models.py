@@ -17,7 +17,7 @@ EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
 ROUTED = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
-# As in the published models: heads of 256 features in layers with a window and 512 in the others, whose keys are values.
+# As in the published models: 256 features in layers with a window, and 512 in the others, whose keys are values.
 WIDE = {"head_dim": 256, "global_head_dim": 512, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
 PER_LAYER = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
 

@@ -63,6 +63,7 @@ SPLIT_BACKWARD_SPILL = {("causal", 160, SHORT): 4}  # others: 0
 FLOAT32_SPILL = {"float32_forward": (320, 850), "dq": (64, 200), "dkdv": (32, 500)}
 FORWARD_KERNELS = ("forward", "wide_forward")
 WIDE_SPILL = 480  # of addresses, a few of which a step loads
+WIDE_DQ_SPILL = 760  # of addresses too, some 25 of which a step loads
 NEWER_TRITON_SPILL = 32  # most bytes of a thread in forward
 NEWER_TRITON_SPLIT_SPILL, NEWER_TRITON_LOADS = 16, 1  # in dq and dkdv; of spilled numbers in a step of forward
 SPILLS_3WG = (support.triton_version() or (0, 0)) > candidates.NEWEST_3WG  # above 64 features: two instead
@@ -110,6 +111,14 @@ def test_declines(changes: dict, reason: str) -> None:
     declined = support.declines(problem(**changes), H200)
     assert declined is not None
     assert reason in declined
+
+
+def test_declines_dropout_of_wide_heads_in_backward() -> None:
+    wide = problem(dropout=True, head_dim=264, head_dim_v=264)
+    assert support.declines(wide, H200) is None
+    assert support.declines_backward(wide, H200, Needs(True, True, True)) == (
+        "its backward pass has no dropout over 256 features"
+    )
 
 
 @pytest.mark.parametrize(
@@ -427,6 +436,20 @@ def test_overlap_of_forward(family: tuple) -> None:
         branch = order.index("BRA", vote)
         assert sum(maxima[0] < n < branch for n in exponentials) >= config.speculative_exps
         assert "BRA" in order[rescaling[-1] - 1 - sum(config.head_dim_v.chunks) // 2 : rescaling[-1]]
+
+
+@pytest.mark.sass
+@pytest.mark.parametrize("family", [("causal", 512, SHORT), ("packed everything 512/264", 512, SHORT)])
+def test_wide_backward_compiles_for_hopper(family: tuple) -> None:
+    """dq, dk and dv. Each of dq's warpgroups multiplies for all scores, and those of dk and dv for its own."""
+    launches = [x for x in hopper_launches_of(call_of_family(*family)) if "dq" in x.name or "dkdv" in x.name]
+    kernels = [compile_launch(x, "sm_90") for x in launches]
+    for kernel, spill, products in zip(kernels, (WIDE_DQ_SPILL, 16, 16), (136, 68, 40), strict=True):
+        assert kernel.shared <= SHARED_MEMORY
+        assert kernel.spilled <= spill
+        assert not kernel.serialized
+        assert not kernel.unset
+        assert kernel.sass.count("HGMMA") == products
 
 
 @pytest.mark.sass

@@ -299,14 +299,16 @@ def test_gradients_repeat_bitwise_in_any_order_of_events() -> None:
     assert all(torch.equal(again[n], first[n]) for again in others for n in (0, 2, 3))
 
 
-@pytest.mark.parametrize(("needed", "kernel"), [("q", "dq_kernel"), ("k", "dkdv_kernel")])
-def test_split_backward_computes_needed_gradients_only(needed: str, kernel: str) -> None:
-    tensors = {name: torch.randn(1, 2, 130, 256, dtype=torch.bfloat16) for name in "qkv"}
+@pytest.mark.parametrize(("needed", "kernel", "head_dim"), [
+    ("q", "dq_kernel", 256), ("k", "dkdv_kernel", 256), ("k", "wide_dkdv_kernel", 264), ("v", "wide_dkdv_kernel", 264),
+])  # fmt: skip
+def test_split_backward_computes_needed_gradients_only(needed: str, kernel: str, head_dim: int) -> None:
+    tensors = {name: torch.randn(1, 2, 130, head_dim, dtype=torch.bfloat16) for name in "qkv"}
     tensors[needed].requires_grad_()
     with emulated(CORES, 0) as launched:
         out = flashtile.attention(**tensors, backend="hopper")
         [gradient] = torch.autograd.grad(out.sum(), [tensors[needed]])
-    assert launched == ["forward_kernel", "preprocess_kernel", kernel]
+    assert launched == ["forward_kernel" if head_dim == 256 else "wide_forward_kernel", "preprocess_kernel", kernel]
     expected = flashtile.attention(**tensors, backend="reference").sum()
     torch.testing.assert_close(gradient, *torch.autograd.grad(expected, [tensors[needed]]), atol=2e-2, rtol=2e-2)
 
@@ -335,7 +337,7 @@ FLOAT32, PARTS = "kernels/float32/forward.py", "kernels/shared/parts.py"
 PREPROCESS = "kernels/preprocess.py"
 COORDINATES, SWIZZLE = "kernels/shared/coordinates.py", "kernels/shared/swizzle.py"
 SLOPES, PACKED_SLOPES = "kernels/backward/slopes.py", "packed slopes of sequences 128"
-WIDE, HANDOFF = "kernels/wide/forward.py", "kernels/wide/handoff.py"
+WIDE, HANDOFF, WIDE_DKDV = (f"kernels/wide/{name}.py" for name in ("forward", "handoff", "dkdv"))
 DROPOUT, PHILOX = "kernels/shared/dropout.py", "kernels/shared/philox_ptx.py"
 
 WAIT_S = "s = warpgroup_mma_wait(PV_GEMMS, deps=(s,))\n    "
@@ -543,6 +545,31 @@ BUGS = (
         (130, 200),
     ),
     Bug("p before it is there", HANDOFF, "mbarrier.wait(handoff.full.index(0), item & 1)\n    p", "p", "window 320"),
+    Bug(
+        "rows that the other half of dq reads",
+        DQ,
+        "make_mbarriers(ROW_GROUPS, CONFIG.column_groups)",
+        "make_mbarriers(ROW_GROUPS, 1)",
+        "window 320",
+        (130, 65),
+    ),
+    Bug(
+        "ds before it is there",
+        WIDE_DKDV,
+        "barrier_sync(factors.full.first + stage, factors.full.threads)",
+        "pass",
+        "window 320",
+        (65, 65),
+    ),
+    Bug(
+        "weights before they are there",
+        WIDE_DKDV,
+        "barrier_sync(weights.full.first + stage, weights.full.threads)",
+        "pass",
+        "window 320",
+        (65, 65),
+    ),
+    Bug("dv's halves alike", WIDE_DKDV, "chunks_of(dout_i, COLUMNS)", "dout_i[:2]", "window 320", (33, 65)),
     Bug("rows of the next packed sequence", COORDINATES, "RAGGED_EXTENT - seqlen + row", "row", "packed 128"),
 )
 

@@ -99,7 +99,7 @@ def softmax_kernel(
     s: Pointer, p: Pointer, lse: RowTensor, residual: Pointer, block: ScoreBlock, params: Params,
     CHUNK: tl.constexpr, WIDTH: tl.constexpr, NUM_BLOCKS: tl.constexpr, PARTS: tl.constexpr, ACCURATE: tl.constexpr,
 ):  # fmt: skip
-    """Store the probabilities of scores `[heads, rows, keys]` and `lse`; parts are `[heads, rows, chunks, 3, CHUNK]`."""
+    """Store probabilities of scores `[heads, rows, keys]` and `lse`. Parts are `[heads, rows, chunks, 3, CHUNK]`."""
     dropout = params.dropout
     NATURAL: tl.constexpr = params.scores.bias.data is not None or params.scores.score_mod is not None
     program = tl.program_id(0)

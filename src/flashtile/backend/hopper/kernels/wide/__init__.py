@@ -1,1 +1,1 @@
-"""The forward kernel of heads above 256 features."""
+"""The kernels of heads above 256 features, but for dq."""
