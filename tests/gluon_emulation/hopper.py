@@ -11,6 +11,8 @@ from torch import Tensor
 from .machine import EmulationError, machine
 from .values import Shared, Value, check_range, unwrap
 
+TMA_BYTES = 128  # that divide an address in shared memory which TMA writes to
+
 
 class Barrier:
     """An mbarrier: a phase completes when all arrivals and all expected bytes are there."""
@@ -163,6 +165,9 @@ def same(a: Tensor, b: Tensor) -> bool:
 def async_load(desc: TensorDescriptor, coordinates: Sequence[Any], barrier: Barrier, result: Shared) -> None:
     if result.shape != list(desc.block_shape) or result.dtype != desc.dtype:
         raise EmulationError(f"load of a box of {desc.block_shape} {desc.dtype} to {result.shape} {result.dtype}")
+    offset = result.data.storage_offset() * result.data.element_size()
+    if result.data.is_contiguous() and offset % TMA_BYTES:  # columns of a tile lie elsewhere than here
+        raise EmulationError(f"load to byte {offset} of shared memory, not to a multiple of {TMA_BYTES}")
     memory, place = desc.box(coordinates)
     result.data.fill_(torch.nan)
 

@@ -330,7 +330,7 @@ FORWARD, PRODUCER = "kernels/forward/forward.py", "kernels/forward/producer.py"
 EPILOGUE, MASKING, SOFTMAX = (f"kernels/shared/{name}.py" for name in ("epilogue", "masking", "softmax_ptx"))
 SCHEDULER, COLUMN_MASKS = "kernels/shared/tile_scheduler.py", "kernels/shared/column_masks.py"
 STEPS, DQ_SHARE, DQ_WRITER = (f"kernels/backward/{name}.py" for name in ("mainloop", "dq_share", "dq_writer"))
-KEY_SCHEDULER = "kernels/backward/tile_scheduler.py"
+KEY_SCHEDULER, ROW_PRODUCER = (f"kernels/backward/{name}.py" for name in ("tile_scheduler", "producer"))
 DQ, DKDV, KEYS = "kernels/dq/dq.py", "kernels/dkdv/dkdv.py", "kernels/dkdv/keys.py"
 LATE_DQ = "kernels/backward/late_dq.py"
 FLOAT32, PARTS = "kernels/float32/forward.py", "kernels/shared/parts.py"
@@ -569,6 +569,7 @@ BUGS = (
         "window 320",
         (65, 65),
     ),
+    Bug("statistics between two lines", ROW_PRODUCER, "max(1, 32 // rows)", "1", "window 320", (33, 65)),
     Bug("dv's halves alike", WIDE_DKDV, "chunks_of(dout_i, COLUMNS)", "dout_i[:2]", "window 320", (33, 65)),
     Bug("rows of the next packed sequence", COORDINATES, "RAGGED_EXTENT - seqlen + row", "row", "packed 128"),
 )

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -32,8 +33,8 @@ class RowPipeline(NamedTuple):
 
     q: SmemBuffers
     dout: SmemBuffers
-    neg_lse: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_M] fp32
-    neg_delta: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_M] fp32
+    neg_lse: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_M] fp32, or more (`stat_of`)
+    neg_delta: gl.shared_memory_descriptor
     empty: NamedBarriers
 
 
@@ -64,7 +65,7 @@ def make_row_pipeline(descs, empty, CONFIG: gl.constexpr):
     STAGES: gl.constexpr = CONFIG.stages
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
-    stat_shape: gl.constexpr = [STAGES] + descs.neg_lse.block_type.shape
+    stat_shape: gl.constexpr = [STAGES * stat_stride(CONFIG.block_m)] + descs.neg_lse.block_type.shape
     q = allocate_chunks(descs.q, STAGES, HEAD_DIM)
     dout = allocate_chunks(descs.dout, STAGES, HEAD_DIM_V)
     neg_lse = gl.allocate_shared_memory(gl.float32, stat_shape, descs.neg_lse.layout)
@@ -149,7 +150,19 @@ def load_rows_and_stat(buffers, row_stat, desc, row_stat_desc, coord, stat_coord
     full = buffers.full.index(stage)
     mbarrier.expect(full, HEAD_DIM.num_boxes * desc.block_type.nbytes + row_stat_desc.block_type.nbytes)
     load_boxes(buffers, desc, coord, stage, HEAD_DIM)
-    tma_load(row_stat_desc, stat_coord, full, row_stat.index(stage))
+    tma_load(row_stat_desc, stat_coord, full, stat_of(row_stat, stage))
+
+
+@constexpr_function
+def stat_stride(rows):
+    """Blocks of a statistic from stage to stage: TMA writes to multiples of 128 bytes."""
+    return max(1, 32 // rows)
+
+
+@gluon.jit
+def stat_of(stats, stage):
+    """The statistic of a stage."""
+    return stats.index(stage * stat_stride(stats.shape[-1]))
 
 
 @gluon.jit

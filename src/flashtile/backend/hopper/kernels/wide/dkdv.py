@@ -12,7 +12,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
-from ..backward.producer import BackwardDescriptors, BackwardPipelines, backward_producer_warp, make_row_pipeline
+from ..backward.producer import (
+    BackwardDescriptors,
+    BackwardPipelines,
+    backward_producer_warp,
+    make_row_pipeline,
+    stat_of,
+)
 from ..backward.scores import Residuals, block_coord, block_scores, load_block, load_residual
 from ..backward.tile_scheduler import first_m_block, key_scheduler_warp, next_m_block, pop_key_tile
 from ..dkdv.dkdv import CONSUMER_THREADS, DkdvContext, DkdvScheduler, DsWeights, first_token, full_blocks, visible_in
@@ -147,7 +153,7 @@ def scores_warpgroup(context, CONFIG: gl.constexpr):
             loaded = load_block(coord, params, CONFIG)
             s = warpgroup_mma_wait(0, deps=(s,))
             score = block_scores(s, coord, loaded, params, CONFIG)
-            neg_lse = rows.neg_lse.index(stage).load(s_layout)
+            neg_lse = stat_of(rows.neg_lse, stage).load(s_layout)
             p = gl.exp2(scores.log2_probabilities(score.t, neg_lse, load_residual(coord, CONFIG), params))
             if masked:
                 p = where_bits(visible_in(p, shared.bounds, tile, m * BLOCK_M), p, 0.0)
@@ -208,7 +214,7 @@ def second_warpgroup(context, CONFIG: gl.constexpr):
                 masked = (m < full_lo) | (m >= full_hi)
                 dp = gemm_nt(stage_chunks(v, opaque(0), 1, HEAD_DIM_V), dout_i, zeros)
                 dp = warpgroup_mma_wait(0, deps=(dp,))
-                dp += rows.neg_delta.index(stage).load(s_layout)
+                dp += stat_of(rows.neg_delta, stage).load(s_layout)
                 if masked:  # 0 * dp is NaN where dp is
                     dp = where_bits(visible_in(dp, shared.bounds, tile, m * BLOCK_M), dp, 0.0)
                 barrier_sync(weights.full.first + stage, weights.full.threads)
