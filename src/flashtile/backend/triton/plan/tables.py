@@ -18,6 +18,11 @@ class Walk(NamedTuple):
     longest: int = LONGEST  # length of the side that is walked over; longer ones were not measured
 
 
+NARROW = (  # of up to 256 features, for 99 KiB and more
+    WidthConfigs(64, KernelConfig(128, 64, 4, 3), KernelConfig(64, 64, 4, 2), KernelConfig(64, 64, 4, 2)),
+    WidthConfigs(128, KernelConfig(64, 64, 4, 2), KernelConfig(32, 64, 4, 2), KernelConfig(64, 32, 4, 2)),
+    WidthConfigs(256, KernelConfig(64, 32, 4, 2), KernelConfig(32, 32, 4, 1), KernelConfig(32, 32, 4, 1)),
+)
 HALF = {  # float16 and bfloat16, by shared memory in KiB
     227: (
         WidthConfigs(64, KernelConfig(64, 64, 4, 3), KernelConfig(64, 64, 4, 3), KernelConfig(128, 64, 4, 3)),
@@ -25,10 +30,12 @@ HALF = {  # float16 and bfloat16, by shared memory in KiB
         WidthConfigs(256, KernelConfig(128, 64, 8, 2), KernelConfig(64, 64, 8, 1), KernelConfig(128, 32, 8, 2)),
         WidthConfigs(512, KernelConfig(64, 32, 8, 2), KernelConfig(32, 32, 8, 1), KernelConfig(64, 16, 8, 1)),
     ),
+    163: (
+        *NARROW,
+        WidthConfigs(512, KernelConfig(32, 32, 8, 2), KernelConfig(32, 16, 8, 1), KernelConfig(32, 32, 8, 1)),
+    ),
     99: (
-        WidthConfigs(64, KernelConfig(128, 64, 4, 3), KernelConfig(64, 64, 4, 2), KernelConfig(64, 64, 4, 2)),
-        WidthConfigs(128, KernelConfig(64, 64, 4, 2), KernelConfig(32, 64, 4, 2), KernelConfig(64, 32, 4, 2)),
-        WidthConfigs(256, KernelConfig(64, 32, 4, 2), KernelConfig(32, 32, 4, 1), KernelConfig(32, 32, 4, 1)),
+        *NARROW,
         WidthConfigs(512, KernelConfig(32, 16, 4, 1), KernelConfig(16, 16, 4, 1), KernelConfig(16, 16, 4, 1)),
     ),
     64: (
