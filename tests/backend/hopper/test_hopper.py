@@ -29,6 +29,7 @@ from flashtile.backend.hopper.launch.bias_tiles import forward_tiles
 from flashtile.backend.hopper.plan import candidates, listed
 from flashtile.backend.hopper.plan.tables import FORWARD
 from flashtile.backend.hopper.tile_config import FusedBackwardConfig
+from flashtile.backend.triton import support as triton
 from flashtile.call.call import Features, Needs
 from flashtile.call.device import Device
 from flashtile.call.problem import Pages, Problem
@@ -39,6 +40,7 @@ from flashtile.expression.formula import formula_of
 from flashtile.expression.purity import MASK_MOD
 
 H200 = Device("cuda", "NVIDIA H200", "sm_90", 132)
+BACKENDS, QKV = {"hopper": support, "triton": triton}, Needs(True, True, True)
 SHARED_MEMORY = 227 * 1024
 CHOSEN = (  # and the number of warpgroups
     ("full", 64, LONG, 3), ("causal", 64, LONG, 3), ("sinks", 128, SHORT, 2), ("packed everything 64", 64, SHORT, 2),
@@ -111,6 +113,17 @@ def test_declines(changes: dict, reason: str) -> None:
     declined = support.declines(problem(**changes), H200)
     assert declined is not None
     assert reason in declined
+
+
+@pytest.mark.parametrize(("layout", "batch", "seqlen", "needs", "backend"), [
+    ("dense", 2, 512, None, "hopper"), ("dense", 1, 16384, QKV, "triton"), ("varlen", 4, 4096, QKV, "hopper"),
+])  # fmt: skip
+def test_expected_times_of_wide_heads(layout: str, batch: int, seqlen: int, needs: Needs | None, backend: str) -> None:
+    """As measured: PyTorch's products are ahead in backward of dense calls alone."""
+    sizes = {"batch": batch, "seqlen_q": seqlen, "seqlen_k": seqlen, "head_dim": 512, "head_dim_v": 512}
+    wide = problem(layout=layout, num_heads_q=4, num_heads_kv=4, **sizes)
+    found = {name: x.candidates(wide, H200, needs) for name, x in BACKENDS.items()}
+    assert min(found, key=lambda x: found[x][0].microseconds) == backend
 
 
 def test_declines_dropout_of_wide_heads_in_backward() -> None:

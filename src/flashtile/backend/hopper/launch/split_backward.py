@@ -31,7 +31,7 @@ class SplitBackward(BackwardLaunches):
     """The split backward pass: preprocess, dq, dkdv."""
 
     def __init__(self, recorder: Recorder, config: SplitBackwardConfig, call: Call, t: Tensors, dout: Tensor):
-        self.dq_config, self.dv_config = config.dq, config.dv
+        self.dq_config, self.dkdv_config, self.dv_config = config.dq, config.dkdv, config.dv
         super().__init__(recorder, config.dkdv, call, t, dout)
 
     def more_workspace(self) -> dict[str, Layout]:
@@ -72,10 +72,10 @@ class SplitBackward(BackwardLaunches):
         columns_v = self.config.head_dim_v.columns_of(self.v)
         if self.dv_config is None:
             both = {"columns": columns, "columns_v": columns_v, **overlapping}
-            self.launch_keys(DKDV, self.config, {"dk": dk, "dv": dv}, both)
+            self.launch_keys(DKDV, self.dkdv_config, {"dk": dk, "dv": dv}, both)
             return
         if needs.k:
-            self.launch_keys(WIDE_DKDV, self.config, {"dx": dk}, {"columns": columns, **overlapping})
+            self.launch_keys(WIDE_DKDV, self.dkdv_config, {"dx": dk}, {"columns": columns, **overlapping})
         if needs.v:
             semaphore = {"tile_count_semaphore": self.workspace["tile_count_semaphore_3"]}
             options = {"columns": columns_v, "scale": 1.0, **({} if needs.k else overlapping)}
@@ -100,10 +100,10 @@ class SplitBackward(BackwardLaunches):
         }
         for name, dx in stored.items():
             scalars |= strides(name, dx, ALIGN)
-        pointers = {
+        all_pointers = {
             **self.input_pointers(config.block_m), **self.row_stats_pointers(config.block_m), **stored, **pointers,
         }  # fmt: skip
-        self.launch(kernel, pointers, self.programs, scalars)
+        self.launch(kernel, all_pointers, self.programs, scalars)
         if split:
             for name, dx in results.items():
                 self.recorder.effect(add_parts, stored[name], dx)

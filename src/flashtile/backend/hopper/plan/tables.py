@@ -104,7 +104,7 @@ SPLIT_BACKWARD = {
         ),
     ),
     (256, 256): (SplitBackwardConfig(DqConfig(D256, D256, kv_stages=3), DkdvConfig(D256, D256, stages=2)),),
-    (512, 512): (wide_backward(rows=16, stages=2), wide_backward(rows=32, stages=1)),
+    (512, 512): (wide_backward(rows=16, stages=2),),
 }
 # By width of q and v. Up to 64 features Triton's kernel, which computes all in one pass, has the registers.
 TANGENTS = {

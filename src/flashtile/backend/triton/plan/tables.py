@@ -28,7 +28,7 @@ HALF = {  # float16 and bfloat16, by shared memory in KiB
         WidthConfigs(64, KernelConfig(64, 64, 4, 3), KernelConfig(64, 64, 4, 3), KernelConfig(128, 64, 4, 3)),
         WidthConfigs(128, KernelConfig(128, 128, 8, 3), KernelConfig(32, 128, 8, 3), KernelConfig(128, 64, 8, 3)),
         WidthConfigs(256, KernelConfig(128, 64, 8, 2), KernelConfig(64, 64, 8, 1), KernelConfig(128, 32, 8, 2)),
-        WidthConfigs(512, KernelConfig(64, 32, 8, 2), KernelConfig(32, 32, 8, 1), KernelConfig(64, 16, 8, 1)),
+        WidthConfigs(512, KernelConfig(64, 32, 8, 2), KernelConfig(32, 32, 8, 1), KernelConfig(32, 32, 8, 1)),
     ),
     163: (
         *NARROW,
@@ -67,15 +67,10 @@ SINGLE_TF32X3 = (  # Hopper's; wider tiles of float32 have no registers for comp
 PLAIN_FORWARD = (
     (64, KernelConfig(64, 64, 4, 3)), (64, KernelConfig(128, 64, 4, 3)), (64, KernelConfig(64, 32, 4, 3)),
     (128, KernelConfig(64, 64, 4, 3)), (256, KernelConfig(64, 64, 4, 2)),
-    (512, KernelConfig(64, 32, 8, 2)), (512, KernelConfig(32, 32, 8, 2)),
 )  # fmt: skip
 # there more tiles of backward,
-MORE_DKDV = (
-    (64, KernelConfig(64, 64, 4, 3)), (64, KernelConfig(32, 128, 4, 3)), (512, KernelConfig(32, 16, 8, 1)),
-)  # fmt: skip
-MORE_DQ = (
-    (64, KernelConfig(128, 64, 4, 3)), (64, KernelConfig(128, 32, 4, 3)), (512, KernelConfig(32, 32, 8, 1)),
-)  # fmt: skip
+MORE_DKDV = ((64, KernelConfig(64, 64, 4, 3)), (64, KernelConfig(32, 128, 4, 3)))
+MORE_DQ = ((64, KernelConfig(128, 64, 4, 3)), (64, KernelConfig(128, 32, 4, 3)))
 # on chips with mma.sync, for forward with a bias, for dk and dv, and for dq,
 MMA_SYNC_BIASED = ((64, KernelConfig(64, 64, 4, 3)), (128, KernelConfig(128, 32, 4, 3)))
 MMA_SYNC_DKDV = ((64, KernelConfig(32, 128, 4, 3)), (128, KernelConfig(32, 128, 8, 3)))
