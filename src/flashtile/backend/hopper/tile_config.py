@@ -39,7 +39,7 @@ class HeadDim(Constexpr):
     box: int  # columns
     parts: int = 1  # parts of a number, side by side in memory: three of a float32 number (`kernels.shared.parts`)
     apart: bool = False  # whether chunks of keys or values, in a single stage, are loaded and released one by one
-    before: tuple[int, ...] = ()  # of a group of chunks, those before it
+    before: tuple[int, ...] = ()  # the chunks before a group of them
 
     @property
     def width(self) -> int:

@@ -66,7 +66,7 @@ class SplitBackward(BackwardLaunches):
         return dq
 
     def launch_dkdv(self, dk: Tensor, dv: Tensor, needs: Needs) -> None:
-        """Launch the kernel for dk and dv, or those of them that are needed; the first one right behind that for dq."""
+        """Launch the kernel for dk and dv, or a kernel for each that is needed. The first one overlaps that for dq."""
         overlapping = OVERLAPPING if needs.q else {}
         columns = self.config.head_dim.columns_of(self.k)
         columns_v = self.config.head_dim_v.columns_of(self.v)

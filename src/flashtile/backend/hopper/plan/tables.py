@@ -80,7 +80,7 @@ FUSED_BACKWARD = {
 
 
 def wide_backward(rows: int, stages: int) -> SplitBackwardConfig:
-    """The kernels over 256 features: that of dk keeps keys and values in shared memory, which leaves 64 KB to rows."""
+    """The kernels over 256 features. dk's keeps keys and values in shared memory, and has 64 KB for rows."""
     return SplitBackwardConfig(
         DqConfig(D512_WHOLE, D512_WHOLE, kv_stages=3, block_n=32, column_groups=2),
         DkdvConfig(D512_WHOLE, D512_WHOLE, stages, block_m=rows, result="dk"),

@@ -18,7 +18,7 @@ class Walk(NamedTuple):
     longest: int = LONGEST  # length of the side that is walked over; longer ones were not measured
 
 
-NARROW = (  # of up to 256 features, for 99 KiB and more
+NARROW = (  # tiles up to 256 features, for 99 KiB and more
     WidthConfigs(64, KernelConfig(128, 64, 4, 3), KernelConfig(64, 64, 4, 2), KernelConfig(64, 64, 4, 2)),
     WidthConfigs(128, KernelConfig(64, 64, 4, 2), KernelConfig(32, 64, 4, 2), KernelConfig(64, 32, 4, 2)),
     WidthConfigs(256, KernelConfig(64, 32, 4, 2), KernelConfig(32, 32, 4, 1), KernelConfig(32, 32, 4, 1)),
