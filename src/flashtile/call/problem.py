@@ -81,6 +81,7 @@ class Problem:
     octet_start: int = 0  # with dropout: the first key's place among the eight that share a counter
     eight_bit: EightBit | None = None  # keys and values of 8 bits
     latent: bool = False  # v is the first columns of k
+    packed: bool = False  # and queries are packed, over keys in pages
     batch_invariant: bool = False  # a plan depends neither on the batch nor on lengths
     fine: Counts | None = None  # counts of a bucket: rounded less than the others
 
@@ -136,6 +137,7 @@ class Problem:
             octet_start=s.j0 % OCTET if s.dropout_p > 0 else 0,
             eight_bit=eight_bit.describe(t.k, *descales) if t.k.dtype in eight_bit.FORMATS else None,
             latent=s.v_dim is not None,
+            packed=s.v_dim is not None and layout == "paged" and t.cu_seqlens_q is not None,
             batch_invariant=s.batch_invariant,
         )
 

@@ -16,7 +16,11 @@ FOLDER = "rates"
 KERNEL = re.compile(r"(?P<kernel>.+?) (?P<d>\d+)(/(?P<dv>\d+))? (?P<m>\d+)x(?P<n>\d+)(x\d+x\d+)?(?P<variant> .+)?")
 PARTS = ("tile", "step", "edge")
 # Kinds of kernels none of which was measured: a kind that multiplies alike, and how many times its products they have.
-LIKE = {"hopper tangents": ("hopper forward", 5 / 2), "triton tangents": ("triton forward", 6 / 2)}
+LIKE = {
+    "hopper latent": ("hopper forward", 1),
+    "hopper tangents": ("hopper forward", 5 / 2),
+    "triton tangents": ("triton forward", 6 / 2),
+}
 FEW_ROWS = 16
 ESTIMATED = {"tile": 1.5, "step": 1.0, "edge": 0.3}  # times of a kernel without rates, in steps
 

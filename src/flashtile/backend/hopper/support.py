@@ -12,7 +12,7 @@ from ...call.problem import OCTET, Problem, too_long
 from ...expression import Formula
 from ..gpu.formula import unsupported as unsupported_tensor
 from ..gpu.installed import triton_version
-from .plan.widths import FUSED, ONE_BOX, SHARED_COLUMNS, WIDTHS, widths
+from .plan.widths import FUSED, ONE_BOX, SHARED_COLUMNS, WIDTHS, is_latent, widths
 
 if TYPE_CHECKING:
     from ..gpu.cost import Cost
@@ -22,6 +22,7 @@ ARCHITECTURE = "sm_90"
 HEAD_DIM_STEP = 8  # elements of 16 bytes, which TMA needs rows to be a multiple of
 TMA_ALIGNMENT = 16  # bytes, of rows
 PAGE_STEP = 8  # keys: rows that shared memory swizzles together
+LATENT_PAGE_STEP = 64  # keys of a block of latent rows, which lies in one page
 NARROWEST_FLOAT32 = 32  # head dimension up to which there are no kernels of float32
 OLDEST = (3, 6)  # version of Triton; Gluon is experimental and changes between them
 NEWEST = (3, 9)  # version of Triton whose kernels passed the tests on a GPU
@@ -86,7 +87,10 @@ def declines(problem: Problem, device: Device) -> str | None:
         return "it supports bfloat16, float16 and float32 inputs only"
     if problem.dtype is torch.float32 and (reason := declines_float32(problem)) is not None:
         return reason
-    if widths(problem) is None or any(d % HEAD_DIM_STEP for d in (problem.head_dim, problem.head_dim_v)):
+    if is_latent(problem):
+        if (reason := declines_latent(problem)) is not None:
+            return reason
+    elif widths(problem) is None or any(d % HEAD_DIM_STEP for d in (problem.head_dim, problem.head_dim_v)):
         return f"it supports head dimensions that are multiples of {HEAD_DIM_STEP} up to {WIDTHS[-1][0]}"
     unsupported = [name for name in ("seqused_q", "leftpad_k") if getattr(problem, name)]
     unsupported += ["attention_chunk"] if problem.window.chunk is not None else []
@@ -118,6 +122,20 @@ def declines_float32(problem: Problem) -> str | None:
         return "in float32, it supports neither pages nor features but windows"
     if max(problem.head_dim, problem.head_dim_v) <= NARROWEST_FLOAT32:
         return f"in float32, it supports head dimensions above {NARROWEST_FLOAT32}"
+    return None
+
+
+def declines_latent(problem: Problem) -> str | None:
+    """Why the kernel of latent rows does not take a problem; `None` if it does."""
+    pages, plain = problem.pages, problem.features == NO_FEATURES and not problem.softcap
+    if pages is None or problem.packed or problem.num_heads_kv > 1:
+        return "of latent rows, it takes caches with one key head, and queries that are not packed"
+    if problem.dtype is torch.float32 or not plain or has_unpaged_features(problem) or problem.batch_invariant:
+        return "of latent rows, it takes 16 bits, without batch_invariant and features that change scores"
+    if problem.window.left is not None or problem.window.top_left:
+        return "of latent rows, it takes all keys before a query's last one"
+    if pages.several and pages.size % LATENT_PAGE_STEP != 0:
+        return f"of latent rows, it supports pages of multiples of {LATENT_PAGE_STEP} keys"
     return None
 
 
@@ -182,7 +200,7 @@ def candidates(problem: Problem, device: Device, needs: Needs | None) -> list[Ca
     ways: list[tuple[TileConfig, int, Cost]] = []
     if needs is None:
         for config in candidates.forward(problem, device):
-            splits = config.splits if config.kind == "half" else 1
+            splits = 1 if config.kind == "float32" else config.splits
             ways.append((TileConfig(config.unsplit, None), splits, cost.forward(problem, device, config, splits)))
     else:
         for backward in candidates.backward(problem, device):

@@ -219,6 +219,41 @@ class Float32Forward(Constexpr):
 
 
 @dataclass(frozen=True)
+class LatentForward(Constexpr):
+    """Forward kernel of latent rows: tiles of 64 rows, pairs of blocks of 64 keys. A warpgroup has half of the columns.
+    """
+
+    head_dim: HeadDim  # q's and k's: chunks of the values, then the other columns
+    head_dim_v: HeadDim
+    speculative_exps: int = 8
+    splits: int = 1
+    page_size: int | None = None  # where sequences have several pages
+    consumer_registers: int = 240
+    producer_registers: int = 24
+    block_m: int = MMA_M
+    block_n: int = 2 * MMA_M
+    stages: int = 1
+    num_warpgroups: int = NUM_WARPGROUPS
+    last_splits: int = 1
+    heads_at_once: int = 1
+    kind: Literal["latent"] = "latent"
+
+    @property
+    def compiled(self) -> "LatentForward":
+        return replace(self, splits=1)
+
+    @property
+    def unsplit(self) -> "LatentForward":
+        return replace(self, splits=1)
+
+    def with_splits(self, splits: int) -> "LatentForward":
+        return replace(self, splits=splits)
+
+    def __str__(self) -> str:
+        return f"{self.block_m} x {self.block_n} of latent rows ({NUM_WARPGROUPS} warpgroups, half of the columns each)"
+
+
+@dataclass(frozen=True)
 class DqShare(Constexpr):
     """One warpgroup's share of a block's dq: 64 rows of some columns."""
 
@@ -505,6 +540,6 @@ class SplitBackwardConfig(Constexpr):
 class TileConfig(NamedTuple):
     """The configuration of a pass: the other one is absent. Forward mode has one of forward, and one of its own."""
 
-    forward: Any  # ForwardConfig | Float32Forward
+    forward: Any  # ForwardConfig | Float32Forward | LatentForward
     backward: Any  # FusedBackwardConfig | SplitBackwardConfig
     tangents: Any = None  # TangentsConfig

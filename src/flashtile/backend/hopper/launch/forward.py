@@ -18,7 +18,7 @@ from ...gpu.pointers import Described, Pointers
 from ...gpu.replay import Recorder
 from ...replays import Results
 from ...scalars import head_strides, head_terms, rows_last, splits_of, strides, window_numbers
-from ..tile_config import ALIGN, COMBINE_ROWS, MMA_M, Float32Forward, ForwardConfig
+from ..tile_config import ALIGN, COMBINE_ROWS, MMA_M, Float32Forward, ForwardConfig, LatentForward
 from . import KERNELS, float32
 from .bias_tiles import FORWARD_SHARE, forward_tiles, with_aligned_rows
 from .block_lists import NO_LISTS, NO_POINTERS, mask_states, row_lists
@@ -41,7 +41,7 @@ class ForwardResults(NamedTuple):
     residual: Tensor | None  # residual of lse (`Call.keeps_residual`)
 
 
-def forward_config(plan: Plan, call: Call) -> ForwardConfig | Float32Forward:
+def forward_config(plan: Plan, call: Call) -> ForwardConfig | Float32Forward | LatentForward:
     """The configuration with the number of splits, which the caller may choose where queries are dense."""
     config, num_splits = plan.tile.forward, call.settings.requested_splits
     if config.kind == "float32" or call.tensors.cu_seqlens_q is not None:
@@ -50,9 +50,11 @@ def forward_config(plan: Plan, call: Call) -> ForwardConfig | Float32Forward:
     return chosen.with_splits(splits_of(call, plan.num_splits, chosen.block_n))
 
 
-def called_forward(plan: Plan, call: Call) -> ForwardConfig | Float32Forward:
+def called_forward(plan: Plan, call: Call) -> ForwardConfig | Float32Forward | LatentForward:
     """The configuration that a call runs. A plan serves a bucket of calls, and its own may differ."""
     config, recorder = forward_config(plan, call), Recorder(call.inputs, keep=False)
+    if config.kind == "latent":
+        return config
     if config.kind == "float32":
         return config.with_parts(float32.num_parts())
     call = with_contiguous_keys(recorder, call._replace(tensors=Tensors.from_flat(recorder.inputs)))
@@ -61,12 +63,16 @@ def called_forward(plan: Plan, call: Call) -> ForwardConfig | Float32Forward:
     return forward_tiles(call, config)[0]
 
 
-def launch_forward(recorder: Recorder, config: ForwardConfig | Float32Forward, call: Call) -> Results:
+def launch_forward(recorder: Recorder, config: ForwardConfig | Float32Forward | LatentForward, call: Call) -> Results:
     """Record the launches of a forward pass; with lists of a mask tensor, there is a third result: the states of its
     blocks.
     """
     if config.kind == "float32":
         return float32.launch_forward(recorder, config, call)
+    if config.kind == "latent":
+        from . import latent  # needs this module
+
+        return latent.launch_forward(recorder, config, call)
     t = Tensors.from_flat(recorder.inputs)
     out = recorder.new(new_rows(t.q, t.q.shape[1], t.v.shape[-1], t.q.dtype)) if t.out is None else t.out
     row_stats, states = launch_rows(recorder, config, call._replace(tensors=t), out)
@@ -188,7 +194,9 @@ def page_scalars(t: Tensors) -> dict[str, int | None]:
     }
 
 
-def new_results(recorder: Recorder, q: Tensor, config: ForwardConfig, results: ForwardResults) -> ForwardResults:
+def new_results(
+    recorder: Recorder, q: Tensor, config: ForwardConfig | LatentForward, results: ForwardResults
+) -> ForwardResults:
     """Results of the splits of a dense call, which `combine_splits` merges: out `[splits * B, H, Sq, Dv]` and lse, with
     its residual if `results` have one.
     """
@@ -201,7 +209,7 @@ def new_results(recorder: Recorder, q: Tensor, config: ForwardConfig, results: F
 
 
 def combine_splits(
-    recorder: Recorder, config: ForwardConfig, partials: ForwardResults, results: ForwardResults
+    recorder: Recorder, config: ForwardConfig | LatentForward, partials: ForwardResults, results: ForwardResults
 ) -> None:
     """Launch the kernel that merges the splits' results."""
     out = results.out

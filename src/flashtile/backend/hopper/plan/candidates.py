@@ -21,24 +21,30 @@ from ..tile_config import (
     Float32Forward,
     ForwardConfig,
     FusedBackwardConfig,
+    LatentForward,
     SplitBackwardConfig,
     TangentsConfig,
 )
 from . import float32_tables
 from .listed import expects_lists, is_padded
-from .tables import FORWARD, FUSED_BACKWARD, SPLIT_BACKWARD, TANGENTS
-from .widths import ONE_BOX, SHARED_COLUMNS, widths
+from .tables import FORWARD, FUSED_BACKWARD, LATENT, SPLIT_BACKWARD, TANGENTS
+from .widths import ONE_BOX, SHARED_COLUMNS, is_latent, widths
 
 NEWEST_3WG = (3, 7)  # version of Triton; with later ones, three warpgroups spill at 80 and 96 features
 NEWEST_LATE_DQ = (3, 6)  # version of Triton; with 3.9, adding dq late spills 192 bytes at 128 features, not 72
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+LATENT_SPLITS = (*SPLITS, 48, 64)
+LATENT_WAVES = 4
 MAX_CHUNK_ROWS = 2**16  # rows of a launch, whose programs stay close enough to share the L2 cache
 MAX_DQ_PARTS = 16  # accumulators of dq
 L2_BYTES = (16 * 2**20, 40 * 2**20)  # that heads which take turns may take of the L2 cache
 DQ_LENGTH = 256  # rows and keys from which warpgroups add dq to zeros
 
 
-def forward(problem: Problem, device: Device) -> Iterator[ForwardConfig | Float32Forward]:
+def forward(problem: Problem, device: Device) -> Iterator[ForwardConfig | Float32Forward | LatentForward]:
+    if is_latent(problem):
+        yield from latent(problem, device)
+        return
     width = widths(problem)
     assert width is not None  # `support` declines others
     if problem.dtype is torch.float32:
@@ -54,6 +60,18 @@ def forward(problem: Problem, device: Device) -> Iterator[ForwardConfig | Float3
         config = with_pages(config, problem)
         for heads in forward_orders(problem, config):
             yield from divided(replace(config, heads_at_once=heads), problem, device)
+
+
+def latent(problem: Problem, device: Device) -> Iterator[LatentForward]:
+    """The kernel of latent rows, with all splits: programs are no more than tiles, which may leave a wave half empty."""
+    assert problem.pages is not None  # `support` declines others
+    batch, rows, keys = problem.counts
+    config = replace(LATENT, page_size=problem.pages.size if problem.pages.several else None)
+    yield config
+    tiles = batch * -(-rows * problem.num_heads_q // config.block_m)
+    if tiles < LATENT_WAVES * device.cores:
+        for n in splits_that_fill(LATENT_SPLITS, tiles, LATENT_WAVES * device.cores, -(-keys // config.block_n)):
+            yield replace(config, splits=n)
 
 
 def divided(config: ForwardConfig, problem: Problem, device: Device) -> Iterator[ForwardConfig]:

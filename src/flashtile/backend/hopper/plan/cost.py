@@ -3,6 +3,7 @@
 from ....call.call import Needs
 from ....call.device import Device
 from ....call.problem import Problem
+from ....call.window import UNLIMITED
 from ...gpu import waves
 from ...gpu.cost import Cost, Counts, add_work, missed, of_group, rows_bytes, shared, shown
 from ...gpu.waves import Work, busiest, divided_end
@@ -13,19 +14,24 @@ from ..tile_config import (
     Float32Forward,
     ForwardConfig,
     FusedBackwardConfig,
+    LatentForward,
     SplitBackwardConfig,
     TangentsConfig,
 )
 from .listed import expects_lists
 
-RowsConfig = ForwardConfig | Float32Forward | DqConfig | TangentsConfig
+RowsConfig = ForwardConfig | Float32Forward | LatentForward | DqConfig | TangentsConfig
 SECTOR, LINE = 32, 128  # bytes of the L2 cache
 MOST_TANGENT_PRODUCTS = 5
 IDLE = 0.5  # part of a step, besides the share of warpgroups that have rows
 
 
-def forward(problem: Problem, device: Device, config: ForwardConfig | Float32Forward, splits: int = 1) -> Cost:
+def forward(
+    problem: Problem, device: Device, config: ForwardConfig | Float32Forward | LatentForward, splits: int = 1
+) -> Cost:
     """Of a forward pass, whose keys so many programs share."""
+    if config.kind == "latent":
+        return latent(problem, device, config, splits)
     p, (batch, rows, keys) = problem, problem.counts
     heads, group = batch * p.num_heads_q, p.num_heads_q // p.num_heads_kv
     head = waves.row_tiles(p.window, rows, keys, config.block_m, config.block_n)
@@ -59,6 +65,21 @@ def forward(problem: Problem, device: Device, config: ForwardConfig | Float32For
         work.steps * config.block_n * sum(row_requests(d * p.dtype.itemsize) for d in (p.head_dim, p.head_dim_v))
     )
     return Cost(counts, {"byte": rows_bytes(p) + again, "hopper request": requests})
+
+
+def latent(problem: Problem, device: Device, config: LatentForward, splits: int) -> Cost:
+    """Of latent rows, where all heads and queries of a sequence are rows of the same tiles."""
+    p, (batch, rows, keys) = problem, problem.counts
+    head = waves.row_tiles(UNLIMITED, rows * p.num_heads_q, keys, config.block_m, config.block_n)
+    counts = Counts(launch_hopper=1)
+    if splits > 1:
+        head = shared(head, splits)
+        counts["merge"] += 1
+        counts["merge byte"] += splits * batch * p.num_heads_q * rows * p.head_dim_v * 8
+    work = busiest(head, batch, device.cores)
+    add(counts, "latent", config, work, p)
+    requests = work.steps * config.block_n * row_requests(p.head_dim * p.dtype.itemsize)
+    return Cost(counts, {"byte": rows_bytes(p), "hopper request": requests})
 
 
 def tangents(problem: Problem, device: Device, forward: Cost, config: TangentsConfig, moves: Needs) -> Cost:

@@ -9,6 +9,7 @@ from ..tile_config import (
     FusedBackwardConfig,
     HeadDim,
     LateDq,
+    LatentForward,
     SplitBackwardConfig,
     TangentsConfig,
 )
@@ -17,6 +18,7 @@ from ..tile_config import (
 D32, D64, D80, D96 = HeadDim((32,), 32), HeadDim((64,), 64), HeadDim((64, 16), 64), HeadDim((64, 32), 64)
 D128, D192, D256 = HeadDim((128,), 128), HeadDim((128, 64), 64), HeadDim((256,), 256)
 D512, D512_WHOLE = HeadDim((128,) * 4, 128, apart=True), HeadDim((128,) * 4, 128)
+D576, D512_VALUES = HeadDim((128, 128, 128, 128, 64), 64), HeadDim((128, 128, 128, 128), 64)
 D80_NARROW, D96_NARROW, D160_NARROW = (HeadDim(x, 32) for x in ((64, 16), (64, 32), (128, 32)))
 
 
@@ -55,6 +57,7 @@ FORWARD = {
     (256, 256): (ForwardConfig(D256, D256, 128, 64, 2, 2, q_stages=1, speculative_exps=12),),
     (512, 512): (ForwardConfig(D512, D512, 64, 64, 1, 1, q_stages=1, speculative_exps=8, column_warpgroups=2),),
 }
+LATENT = LatentForward(D576, D512_VALUES)  # values are the first columns of k
 # By width; the first serves all features, the others plain calls.
 FUSED_BACKWARD = {
     32: (FusedBackwardConfig(D32, 128, 2, 240, 24, early_half_exps=True),),

@@ -11,6 +11,7 @@ WIDTHS = (  # widths of the kernels, for (q and k, v)
 FLOAT32 = WIDTHS[1:5]  # widths of float32
 FUSED = WIDTHS[:5]  # with one backward kernel
 SHARED_COLUMNS = WIDTHS[-1:]  # whose columns two warpgroups share
+LATENT = (576, 512)  # of rows whose first columns are the values
 ONE_BOX = WIDTHS[:2]  # where exponentials take longer than products, and three warpgroups are fast with every Triton
 
 
@@ -22,3 +23,8 @@ def widths(problem: Problem) -> tuple[int, int] | None:
     head_dims = problem.head_dim, problem.head_dim_v
     known = FLOAT32 if problem.dtype is torch.float32 else WIDTHS
     return next((pair for pair in known if all(d <= width for d, width in zip(head_dims, pair, strict=True))), None)
+
+
+def is_latent(problem: Problem) -> bool:
+    """Whether the kernel of latent rows has the problem's head dimensions."""
+    return problem.latent and (problem.head_dim, problem.head_dim_v) == LATENT

@@ -1,0 +1,1 @@
+"""The forward kernel of latent rows, whose first columns are the values."""

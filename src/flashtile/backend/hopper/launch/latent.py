@@ -1,0 +1,89 @@
+"""The launches of latent attention: all query heads and queries of a sequence are rows of its only key head."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....call.call import Call, Tensors, lse_shape, new_rows
+from ...gpu.kernel import Kernel
+from ...gpu.pointers import Described
+from ...gpu.replay import Recorder
+from ...replays import Results
+from ...scalars import rows_last, score_units, strides, window_numbers
+from ..tile_config import ALIGN, MMA_M, LatentForward
+from . import KERNELS, forward
+from .descriptors import dense_descriptor, is_tma_aligned, pages_descriptor, tma_aligned
+from .scheduler_args import room_for_keys
+
+FORWARD = Kernel(f"{KERNELS}.latent.forward", "latent_forward_kernel")
+
+
+def launch_forward(recorder: Recorder, config: LatentForward, call: Call) -> Results:
+    """Record the launches of a forward pass."""
+    t = Tensors.from_flat(recorder.inputs)
+    call = call._replace(tensors=t)
+    out = t.out
+    if out is None or not is_tma_aligned(out):
+        out = recorder.new(new_rows(t.q, t.q.shape[1], t.v.shape[-1], t.q.dtype))
+    lse = recorder.new(t.q.new_empty(lse_shape(t.q), dtype=torch.float32))
+    results = forward.ForwardResults(out, lse, None)
+    rows = results if config.splits == 1 else forward.new_results(recorder, t.q, config, results)
+    launch_tiles(recorder, config, call, rows)
+    if config.splits > 1:
+        forward.combine_splits(recorder, config, rows, results)
+    if t.out is None or t.out is out:
+        return out, lse
+    recorder.effect(Tensor.copy_, t.out, out)
+    return t.out, lse
+
+
+def launch_tiles(recorder: Recorder, config: LatentForward, call: Call, results: forward.ForwardResults) -> None:
+    """Launch the kernel, whose programs are a tile each, or a part of a tile's keys."""
+    t, (batch, heads, seqlen_q, _) = call.tensors, call.tensors.q.shape
+    q = recorder.op(partial(rows_of_all_heads, heads_inside(t.q)), t.q)
+    k = recorder.op(rows_last, t.k)
+    box = config.head_dim.box
+    assert t.page_table is not None
+    pointers = {
+        "q_desc": Described(q, dense_descriptor, (MMA_M, box)),
+        "k_desc": Described(k, pages_descriptor, (MMA_M, box)),
+        "out": results.out,
+        "lse": results.lse,
+        "seqused_k": recorder.contiguous(forward.paged_seqlens(recorder, t)),
+        "page_table": recorder.op(rows_last, t.page_table),
+    }
+    units, window = score_units(call), window_numbers(call)
+    num_blocks = -(-heads * seqlen_q // MMA_M)
+    scalars: dict[str, Any] = {
+        **strides("out", results.out, ALIGN),
+        **forward.page_scalars(t),
+        "seqlen_q": seqlen_q,
+        "seqlen_k": room_for_keys(call),
+        "num_heads": heads,
+        "query_step": heads if heads_inside(t.q) else 1,
+        "head_step": 1 if heads_inside(t.q) else seqlen_q,
+        "num_blocks": num_blocks,
+        "num_splits": config.splits if config.splits > 1 else None,
+        "batch": batch,
+        "window_right": window["window_right"],
+        "diagonal": window["diagonal"],
+        "factor": units["factor"],
+        "multiplier": units["multiplier"],
+        "CONFIG": config.compiled,
+        "num_warps": 4,
+    }
+    recorder.launch(FORWARD, pointers, num_blocks * batch * config.splits, scalars)
+
+
+def heads_inside(q: Tensor) -> bool:
+    """Whether the heads of a position of `q [B, H, S, D]` follow each other in memory."""
+    return q.shape[2] > 1 and q.stride(1) < q.stride(2)
+
+
+def rows_of_all_heads(inside: bool, q: Tensor) -> Tensor:
+    """`[B, 1, rows, D]` of `q [B, H, S, D]`, in the order in which memory has them: a view, if rows are equally far
+    apart and aligned.
+    """
+    return tma_aligned((q.transpose(1, 2) if inside else q).flatten(1, 2).unsqueeze(1))
