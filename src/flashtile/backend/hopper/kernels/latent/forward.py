@@ -24,9 +24,9 @@ from ..shared.compat import Pointer, Scalar, kernel
 from ..shared.epilogue import ALIGN, OutputTensor
 from ..shared.mma import MMA_M, gemm_nt, gemm_rs, gemm_wait, gemm_wait_pair, scale_rows, zero_accumulators
 from ..shared.partitions import run_partitions
-from ..shared.pipeline import FIRST_BARRIER, LAST_BARRIER, as_matrix, make_buffers
+from ..shared.pipeline import FIRST_BARRIER, LAST_BARRIER, make_buffers
 from .handoff import Handoff, make_handoff, receive_block, receive_sums, send_block, send_sums
-from .producer import CHUNKS, ORDER, LatentBuffers, make_block, producer_warp, release, wait_chunk
+from .producer import CHUNKS, ORDER, LatentBuffers, make_block, matrix, producer_warp, release, wait_chunk
 from .rows import (
     LatentKeys,
     LatentRows,
@@ -95,11 +95,12 @@ def first_warpgroup(context, CONFIG: gl.constexpr):
         p = p.to(context.buffers.q.data[0].dtype)
         send_block(handoff, p, row_max, alpha, changed, 0)
         acc = softmax.rescale(acc, alpha, changed)
-        acc = add_values(blocks[0], acc, mma_operand(p, acc, p.dtype), count, 0, 0)
+        acc = add_values(blocks[0], acc, mma_operand(p, acc, p.dtype), 0, 0)
         p, row_max, alpha, changed = receive_block(handoff, acc, count, 0)
         l = l * alpha  # noqa: E741
         acc = softmax.rescale(acc, alpha, changed)
-        acc = add_values(blocks[1], acc, p, count, 1, 0)
+        wait_values(blocks[1], count, 0)
+        acc = add_values(blocks[1], acc, p, 1, 0)
     send_sums(handoff, l, 0)
     l = l + receive_sums(handoff, tile.hi - tile.lo, 0)  # noqa: E741
     store(context, tile, acc, row_max, l, 0, CONFIG)
@@ -117,7 +118,8 @@ def second_warpgroup(context, CONFIG: gl.constexpr):
         l = l * alpha  # noqa: E741
         s = gemm_wait((s,))[0]  # ptxas would serialize products in flight beside this branch
         acc = softmax.rescale(acc, alpha, changed)
-        acc = gemm_rs(acc, other, value_chunks(blocks[0], count, 1))
+        wait_values(blocks[0], count, 1)
+        acc = gemm_rs(acc, other, value_chunks(blocks[0], 1))
         row_max, alpha, changed, p = probabilities(s, row_max, stops, page, 2 * n + 1, context.units, CONFIG)
         l = l * alpha + softmax.thread_row_sum(p)  # noqa: E741
         p = p.to(context.buffers.q.data[0].dtype)
@@ -126,7 +128,7 @@ def second_warpgroup(context, CONFIG: gl.constexpr):
         release(0, 2)
         release(0, 3)
         acc = softmax.rescale(acc, alpha, changed)
-        acc = add_values(blocks[1], acc, mma_operand(p, acc, p.dtype), count, 1, 1)
+        acc = add_values(blocks[1], acc, mma_operand(p, acc, p.dtype), 1, 1)
     others = receive_sums(handoff, tile.hi - tile.lo, 1)
     send_sums(handoff, l, 1)
     store(context, tile, acc, row_max, l + others, 1, CONFIG)
@@ -150,11 +152,11 @@ def scores(buffers, count, n: gl.constexpr):
     """Issue the products of q and block n of a pair, a chunk as soon as it is there."""
     q, block = buffers.q.data, buffers.blocks[n]
     wait_chunk(block, ORDER[n][0], count)
-    rest = as_matrix(block.data[CHUNKS].index(0))
-    s = gemm_nt((as_matrix(q[CHUNKS].index(0)),), (rest,), zero_scores(MMA_M))
+    s = gemm_nt((matrix(q[CHUNKS]),), (matrix(block.data[CHUNKS]),), zero_scores(MMA_M))
     for place in gl.static_range(CHUNKS):
-        k = wait_chunk(block, ORDER[n][place], count)
-        s = gemm_nt((as_matrix(q[ORDER[n][place]].index(0)),), (k,), s, True)
+        if place > 0:
+            wait_chunk(block, ORDER[n][place], count)
+        s = gemm_nt((matrix(q[ORDER[n][place]]),), (matrix(block.data[ORDER[n][place]]),), s, True)
     return s
 
 
@@ -169,15 +171,22 @@ def probabilities(s, row_max, stops, page, block, units, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def value_chunks(block, count, half: gl.constexpr):
-    """The chunks of one half of the values' columns, which are there: scores were computed of them."""
-    return wait_chunk(block, 2 * half, count), wait_chunk(block, 2 * half + 1, count)
+def value_chunks(block, half: gl.constexpr):
+    """The chunks of one half of the values' columns."""
+    return matrix(block.data[2 * half]), matrix(block.data[2 * half + 1])
 
 
 @gluon.jit
-def add_values(block, acc, p, count, n: gl.constexpr, half: gl.constexpr):
+def wait_values(block, count, half: gl.constexpr):
+    """Wait for values of which the other warpgroup has computed scores: they are there, but this one has not seen it."""
+    wait_chunk(block, 2 * half, count)
+    wait_chunk(block, 2 * half + 1, count)
+
+
+@gluon.jit
+def add_values(block, acc, p, n: gl.constexpr, half: gl.constexpr):
     """Add the products of p and the values of block n to a half of the columns, and release their memory."""
-    acc = gemm_rs(acc, p, value_chunks(block, count, half))
+    acc = gemm_rs(acc, p, value_chunks(block, half))
     first = warpgroup_mma_wait(1, deps=(acc[0],))
     release(n, 2 * half)
     acc = gemm_wait((first, acc[1]))

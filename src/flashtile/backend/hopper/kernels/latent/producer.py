@@ -19,6 +19,7 @@ from ..shared.pipeline import (
     producer_acquire,
     slice_columns,
 )
+from ..shared.ptx import opaque
 from .rows import block_coord, page_of, tile_of_program
 
 CHUNKS = gl.constexpr(4)  # of the values' columns, two for each warpgroup; one more has the other columns
@@ -62,9 +63,14 @@ def release(n: gl.constexpr, c: gl.constexpr):
 
 @gluon.jit
 def wait_chunk(block, c: gl.constexpr, count):
-    """Wait for load number `count` of a chunk; its matrix."""
+    """Wait for load number `count` of a chunk."""
     mbarrier.wait(block.full[c].index(0), count & 1)
-    return as_matrix(block.data[c].index(0))
+
+
+@gluon.jit
+def matrix(chunk):
+    """A chunk as a matrix. There are no registers for precomputed addresses of all chunks."""
+    return as_matrix(chunk.index(opaque(0)))
 
 
 @gluon.jit
