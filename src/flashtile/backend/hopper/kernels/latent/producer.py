@@ -78,11 +78,11 @@ def producer_warp(q_desc, k_desc, buffers, rows, keys, CONFIG: gl.constexpr):
     """The partition that loads q and keys."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     tile = tile_of_program(rows, keys, CONFIG)
-    first_page = page_of(keys, tile, 2 * tile.lo, CONFIG)
-    second_page = page_of(keys, tile, 2 * tile.lo + 1, CONFIG)
     mbarrier.expect(buffers.q.full.index(0), HEAD_DIM.num_boxes * q_desc.block_type.nbytes)
     for c in gl.static_range(CHUNKS + 1):
         load_columns(q_desc, buffers.q.data[c], buffers.q.full.index(0), (tile.b, 0, tile.first_row, 0), c, HEAD_DIM)
+    first_page = page_of(keys, tile, 2 * tile.lo, CONFIG)
+    second_page = page_of(keys, tile, 2 * tile.lo + 1, CONFIG)
     for n in range(tile.lo, tile.hi):
         first = block_coord(keys, tile, 2 * n, first_page, CONFIG)
         second = block_coord(keys, tile, 2 * n + 1, second_page, CONFIG)
