@@ -225,7 +225,7 @@ class LatentForward(Constexpr):
 
     head_dim: HeadDim  # q's and k's: chunks of the values, then the other columns
     head_dim_v: HeadDim
-    speculative_exps: int = 8
+    speculative_exps: int = 16
     splits: int = 1
     page_size: int | None = None  # where sequences have several pages
     consumer_registers: int = 240

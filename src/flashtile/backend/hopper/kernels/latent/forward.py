@@ -200,15 +200,32 @@ def store(context, tile, acc, row_max, l, half: gl.constexpr, CONFIG: gl.constex
     rows, out = context.rows, context.out
     layout: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
     inv_l, lse, _ = softmax.finalize(row_max, l, layout, False, False)
-    row = tile.first_row + gl.arange(0, MMA_M, layout)
-    head, query = head_of(rows, row), query_of(rows, row)
-    exists = row < rows.seqlen_q * rows.num_heads
     b = (tile.split * context.keys.batch + tile.b).to(gl.int64)
     if half == 0:
-        gl.store(context.lse + ((b * rows.num_heads + head) * rows.seqlen_q + query), lse, mask=exists)
-    places = (head.to(gl.int64) * out.stride_h + query.to(gl.int64) * out.stride_m) * ALIGN
-    pointers = out.data + b * out.stride_b * ALIGN + gl.expand_dims(places, 1)
+        row = tile.first_row + gl.arange(0, MMA_M, layout)
+        place = (b * rows.num_heads + head_of(rows, row)) * rows.seqlen_q + query_of(rows, row)
+        gl.store(context.lse + place, lse, mask=row < rows.seqlen_q * rows.num_heads)
     for c in gl.static_range(len(acc)):
         x = scale_rows(acc[c], inv_l).to(out.data.dtype.element_ty)
-        feature = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout)) + CONFIG.head_dim_v.offsets[2 * half + c]
-        gl.store(pointers + gl.expand_dims(feature, 0), x, mask=gl.expand_dims(exists, 1))
+        if out.data.dtype.element_ty != gl.float32:
+            x = by_rows(x, context.buffers.blocks[0].data[2 * half + c])
+        store_columns(out, rows, x, b, tile.first_row, CONFIG.head_dim_v.offsets[2 * half + c])
+
+
+@gluon.jit
+def by_rows(x, chunk):
+    """`x` in a layout in which threads hold 16 bytes of a row, through memory of values that nobody reads any more."""
+    smem = matrix(chunk)
+    smem.store(x)
+    return smem.load(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def store_columns(out, rows, x, b, first_row, FIRST: gl.constexpr):
+    """Store columns of rows from FIRST on."""
+    layout: gl.constexpr = x.type.layout
+    row = first_row + gl.arange(0, MMA_M, gl.SliceLayout(1, layout))
+    feature = FIRST + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
+    places = (head_of(rows, row).to(gl.int64) * out.stride_h + query_of(rows, row).to(gl.int64) * out.stride_m) * ALIGN
+    pointers = out.data + b * out.stride_b * ALIGN + gl.expand_dims(places, 1) + gl.expand_dims(feature, 0)
+    gl.store(pointers, x, mask=gl.expand_dims(row < rows.seqlen_q * rows.num_heads, 1))

@@ -89,7 +89,8 @@ def page_of(keys, tile, block, CONFIG: gl.constexpr):
     """The page of a block of keys; -1 if it does not exist."""
     key = block * MMA_M
     column, _ = column_and_row(keys.page_table, key, CONFIG)
-    return entries(keys.page_table, tile.b, column, key < tile.seqlen_k)
+    page = entries(keys.page_table, tile.b, column, key < keys.seqlen_k)  # without waiting for the number of keys
+    return gl.where(key < tile.seqlen_k, page, -1)
 
 
 @gluon.jit
