@@ -77,7 +77,7 @@ CASES = {
 def wrong(case: Case, splits: int, seed: int = 0, folder: Path = FOLDER) -> list[str]:
     with forced(support, first(num_splits=splits)), emulated(3, seed, folder) as launched, poisoned_allocation():
         results = case.run("hopper")
-    assert launched == ["latent_forward_kernel", "combine_kernel"][: 1 if splits == 1 else 2]
+    assert launched == ["latent_forward_kernel", "merge_kernel"][: 1 if splits == 1 else 2]
     return [str(x) for x in compare(results, case, solve(case)) if not x.ok]
 
 

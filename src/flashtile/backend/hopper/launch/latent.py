@@ -18,6 +18,8 @@ from .descriptors import dense_descriptor, is_tma_aligned, pages_descriptor, tma
 from .scheduler_args import room_for_keys
 
 FORWARD = Kernel(f"{KERNELS}.latent.forward", "latent_forward_kernel")
+MERGE = Kernel(f"{KERNELS}.latent.merge", "merge_kernel")
+MERGED_COLUMNS, MERGED_SPLITS = 128, 16  # of a program, at once
 
 
 def launch_forward(recorder: Recorder, config: LatentForward, call: Call) -> Results:
@@ -32,7 +34,7 @@ def launch_forward(recorder: Recorder, config: LatentForward, call: Call) -> Res
     rows = results if config.splits == 1 else forward.new_results(recorder, t.q, config, results)
     launch_tiles(recorder, config, call, rows)
     if config.splits > 1:
-        forward.combine_splits(recorder, config, rows, results)
+        merge_splits(recorder, config, rows, results)
     if t.out is None or t.out is out:
         return out, lse
     recorder.effect(Tensor.copy_, t.out, out)
@@ -75,6 +77,27 @@ def launch_tiles(recorder: Recorder, config: LatentForward, call: Call, results:
         "num_warps": 4,
     }
     recorder.launch(FORWARD, pointers, num_blocks * batch * config.splits, scalars)
+
+
+def merge_splits(
+    recorder: Recorder, config: LatentForward, partials: forward.ForwardResults, results: forward.ForwardResults
+) -> None:
+    """Launch the kernel that merges the splits' results."""
+    batch, heads, seqlen_q, width = results.out.shape
+    pointers = {"out": results.out, "lse": results.lse, "partial_out": partials.out, "partial_lse": partials.lse}
+    scalars: dict[str, Any] = {
+        **strides("out", results.out, ALIGN),
+        "num_heads": heads,
+        "seqlen_q": seqlen_q,
+        "total_rows": batch * heads * seqlen_q,
+        "num_splits": config.splits,
+        "WIDTH": width,
+        "COLUMNS": MERGED_COLUMNS,
+        "SPLITS": MERGED_SPLITS,
+        "ALIGN": ALIGN,
+        "num_warps": 4,
+    }
+    recorder.launch(MERGE, pointers, batch * heads * seqlen_q * width // MERGED_COLUMNS, scalars)
 
 
 def heads_inside(q: Tensor) -> bool:
