@@ -137,7 +137,7 @@ def test_compiles_for_hopper(splits: int) -> None:
     kernel = compile_launch(launch, "sm_90")
     assert (kernel.name, kernel.serialized, kernel.unset) == ("latent_forward", False, ())
     assert kernel.shared <= 227 * 1024
-    assert kernel.spilled <= 16
+    assert kernel.spilled <= 48
     waits = "".join(re.findall(r"DEPBAR\.LE gsb0, 0x(\d)", kernel.sass))
     assert waits in ("01010" + "0010", "0010" + "01010")
     assert kernel.sass.count("HGMMA") == 2 * (36 + 2 * 8)

@@ -32,9 +32,10 @@ from .rows import (
     LatentRows,
     head_of,
     page_of,
+    queries_of,
     query_of,
     tile_of_program,
-    visible_stops,
+    visible_stop,
 )
 
 
@@ -85,12 +86,12 @@ def latent_forward_kernel(
 @gluon.jit
 def first_warpgroup(context, CONFIG: gl.constexpr):
     """The partition with the first half of the columns, and the scores of the first block of each pair."""
-    handoff, blocks, tile, stops, acc, row_max, l = begin(context, CONFIG)  # noqa: E741
+    handoff, blocks, tile, stops, full_stop, acc, row_max, l = begin(context, CONFIG)  # noqa: E741
     for n in range(tile.lo, tile.hi):
         count = n - tile.lo
         page = page_of(context.keys, tile, 2 * n, CONFIG)
         s = gemm_wait((scores(context.buffers, count, 0),))[0]
-        row_max, alpha, changed, p = probabilities(s, row_max, stops, page, 2 * n, context.units, CONFIG)
+        row_max, alpha, changed, p = probabilities(s, row_max, stops, full_stop, page, 2 * n, context.units, CONFIG)
         l = l * alpha + softmax.thread_row_sum(p)  # noqa: E741
         p = p.to(context.buffers.q.data[0].dtype)
         send_block(handoff, p, row_max, alpha, changed, 0)
@@ -109,7 +110,7 @@ def first_warpgroup(context, CONFIG: gl.constexpr):
 @gluon.jit
 def second_warpgroup(context, CONFIG: gl.constexpr):
     """The partition with the second half of the columns, and the scores of the second block of each pair."""
-    handoff, blocks, tile, stops, acc, row_max, l = begin(context, CONFIG)  # noqa: E741
+    handoff, blocks, tile, stops, full_stop, acc, row_max, l = begin(context, CONFIG)  # noqa: E741
     for n in range(tile.lo, tile.hi):
         count = n - tile.lo
         page = page_of(context.keys, tile, 2 * n + 1, CONFIG)
@@ -120,7 +121,7 @@ def second_warpgroup(context, CONFIG: gl.constexpr):
         acc = softmax.rescale(acc, alpha, changed)
         wait_values(blocks[0], count, 1)
         acc = gemm_rs(acc, other, value_chunks(blocks[0], 1))
-        row_max, alpha, changed, p = probabilities(s, row_max, stops, page, 2 * n + 1, context.units, CONFIG)
+        row_max, alpha, changed, p = probabilities(s, row_max, stops, full_stop, page, 2 * n + 1, context.units, CONFIG)
         l = l * alpha + softmax.thread_row_sum(p)  # noqa: E741
         p = p.to(context.buffers.q.data[0].dtype)
         send_block(handoff, p, row_max, alpha, changed, 1)
@@ -141,10 +142,13 @@ def begin(context, CONFIG: gl.constexpr):
     tile = tile_of_program(context.rows, context.keys, CONFIG)
     acc = zero_accumulators(HALF)
     s = zero_scores(MMA_M)
-    stops = visible_stops(context.rows, context.keys, tile, gl.SliceLayout(1, s.type.layout))
+    full_stop = visible_stop(context.rows, context.keys, tile, 0)
+    stops = visible_stop(
+        context.rows, context.keys, tile, queries_of(context.rows, tile, gl.SliceLayout(1, s.type.layout))
+    )
     row_max, l = softmax.initial_state(s, None, 0, False, False)  # noqa: E741
     mbarrier.wait(context.buffers.q.full.index(0), 0)
-    return context.handoff, context.buffers.blocks, tile, stops, acc, row_max, l
+    return context.handoff, context.buffers.blocks, tile, stops, full_stop, acc, row_max, l
 
 
 @gluon.jit
@@ -161,12 +165,12 @@ def scores(buffers, count, n: gl.constexpr):
 
 
 @gluon.jit
-def probabilities(s, row_max, stops, page, block, units, CONFIG: gl.constexpr):
+def probabilities(s, row_max, stops, full_stop, page, block, units, CONFIG: gl.constexpr):
     """`softmax.update` for the visible scores of a block."""
     if units.multiplier is not None:
         s = s * units.multiplier
-    stops = gl.where(page < 0, 0, stops - block * MMA_M)
-    s = where_bits(bits_below(stops, s), s, -softmax.INFINITY)
+    if (page < 0) | ((block + 1) * MMA_M > full_stop):
+        s = where_bits(bits_below(gl.where(page < 0, 0, stops - block * MMA_M), s), s, -softmax.INFINITY)
     return softmax.update(row_max, s, units.factor, CONFIG.speculative_exps, False)
 
 

@@ -52,6 +52,4 @@ def merge_kernel(
 def lse_of(partial_lse, first, row, total_rows, num_splits, SPLITS: tl.constexpr):
     """Those of SPLITS splits; -inf past the last one."""
     split = first + tl.arange(0, SPLITS)
-    return tl.load(
-        partial_lse + split.to(tl.int64) * total_rows + row, mask=split < num_splits, other=-INFINITY
-    )
+    return tl.load(partial_lse + split.to(tl.int64) * total_rows + row, mask=split < num_splits, other=-INFINITY)

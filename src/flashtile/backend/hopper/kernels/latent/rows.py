@@ -74,14 +74,18 @@ def head_of(rows, row):
 
 
 @gluon.jit
-def visible_stops(rows, keys, tile, layout: gl.constexpr):
-    """`[MMA_M]`: the key before which each row's keys end."""
-    row = tile.first_row + gl.arange(0, MMA_M, layout)
-    stops = gl.full_like(row, 0) + tile.seqlen_k
+def queries_of(rows, tile, layout: gl.constexpr):
+    """`[MMA_M]`: the query of each row."""
+    return query_of(rows, tile.first_row + gl.arange(0, MMA_M, layout))
+
+
+@gluon.jit
+def visible_stop(rows, keys, tile, query):
+    """The key before which a query's keys end; the first query's is the least."""
+    stop = tile.seqlen_k + query * 0
     if keys.window_right is not None:
-        shift = tile.seqlen_k - rows.seqlen_q + keys.diagonal + keys.window_right + 1
-        stops = gl.minimum(stops, query_of(rows, row) + shift)
-    return stops
+        stop = gl.minimum(stop, tile.seqlen_k - rows.seqlen_q + keys.diagonal + keys.window_right + 1 + query)
+    return stop
 
 
 @gluon.jit
