@@ -220,7 +220,7 @@ class Float32Forward(Constexpr):
 
 @dataclass(frozen=True)
 class LatentForward(Constexpr):
-    """Forward kernel of latent rows: tiles of 64 rows, pairs of blocks of 64 keys. A warpgroup has half of the columns."""
+    """Forward kernel of latent rows: tiles of 64 rows, pairs of blocks of 64 keys. A warpgroup has half the columns."""
 
     head_dim: HeadDim  # q's and k's: chunks of the values, then the other columns
     head_dim_v: HeadDim

@@ -182,7 +182,7 @@ def value_chunks(block, half: gl.constexpr):
 
 @gluon.jit
 def wait_values(block, count, half: gl.constexpr):
-    """Wait for values of which the other warpgroup has computed scores: they are there, but this one has not seen it."""
+    """Wait for values of which the other warpgroup has computed scores: they are there, but this one has not looked."""
     wait_chunk(block, 2 * half, count)
     wait_chunk(block, 2 * half + 1, count)
 

@@ -7,7 +7,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..shared.compat import tma_load
-from ..shared.mma import MMA_M
 from ..shared.pipeline import (
     FIRST_BARRIER,
     NamedBarriers,
