@@ -113,6 +113,18 @@ def batch_invariant() -> None:
         flashtile.attention_varlen(rows, k[:333], v[:333], cu_q, cu_k, causal=True, batch_invariant=True)
 
 
+def latent_rows() -> None:
+    """Caches of latent rows, one or two tiles of rows, with and without splits."""
+    table = torch.randperm(12, device="cuda").view(2, 6).int()
+    lengths = torch.tensor([350, 133], device="cuda", dtype=torch.int32)
+    cache = torch.randn(12, 64, 1, 576, device="cuda", dtype=torch.bfloat16)
+    for (heads, queries), splits in itertools.product(((16, 1), (70, 2)), (1, 3)):
+        q = torch.randn(2, heads, queries, 576, device="cuda", dtype=torch.bfloat16)
+        flashtile.attention_with_kvcache(
+            q, cache, None, v_dim=512, cache_seqlens=lengths, page_table=table, causal=True, num_splits=splits
+        )
+
+
 def few_rows() -> None:
     """One kernel for all gradients: single tiles, and blocks that keep all rows or all keys."""
     shapes = ((7, 700, 16), (300, 7, 16), (49, 49, 32), (100, 333, 32), (200, 200, 32), (32, 257, 64), (16, 16, 72))
@@ -210,8 +222,8 @@ def twice(function: Callable[..., Any], inputs: list[Tensor]) -> None:
 GROUPS: dict[str, Callable[[], None]] = {
     x.__name__: x
     for x in (
-        widths, groups, features, pages, eight_bits, batch_invariant, few_rows, products, wide, forward_mode,
-        forward_mode_of_hopper, second_derivatives,
+        widths, groups, features, pages, eight_bits, batch_invariant, latent_rows, few_rows, products, wide,
+        forward_mode, forward_mode_of_hopper, second_derivatives,
     )
 }  # fmt: skip
 

@@ -55,6 +55,7 @@ def plain() -> Problem:
 def features() -> Iterator[tuple[str, Row]]:
     """Each feature with a problem that has it alone."""
     base = plain()
+    in_pages: dict[str, Any] = {"layout": "paged", "pages": Pages(64, True, True)}
     pairs = (True, True, False, False)  # of a batch and its heads, the same
     present = {name: pairs if FEATURES[name].broadcasts else True for name in DESCRIBED}
     gradients = Needs(True, True, True)
@@ -73,8 +74,9 @@ def features() -> Iterator[tuple[str, Row]]:
     yield "head dimension 192 with values of 128", row(head_dim=192)
     for width in (512, 1024):
         yield f"head dimension {width}", row(head_dim=width, head_dim_v=width)
-    latent = row(layout="varlen", num_heads_kv=1, head_dim=576, head_dim_v=512, latent=True)
-    yield "head dimension 576 with `v_dim` 512", latent
+    latent: dict[str, Any] = {"num_heads_kv": 1, "head_dim": 576, "head_dim_v": 512, "latent": True}
+    yield "head dimension 576 with `v_dim` 512", row(layout="varlen", **latent)
+    yield "the same in a cache", row(**latent, **in_pages)
     yield "grouped heads", row(num_heads_kv=2)
     yield "causal", row(window=Window(None, 0))
     yield "sliding window", row(window=Window(1023, 0))
@@ -92,9 +94,8 @@ def features() -> Iterator[tuple[str, Row]]:
     yield "`batch_invariant`, decoding", forward(batch_invariant=True, seqlen_q=1)
     yield "packed sequences", row(layout="varlen")
     yield "`seqused_q`", row(layout="varlen", seqused_q=True)
-    pages = Pages(64, True, True)
-    yield "pages", row(layout="paged", pages=pages)
-    yield "keys and values of 8 bits", forward(layout="paged", pages=pages, eight_bit=EightBit("e4m3", True, True))
+    yield "pages", row(**in_pages)
+    yield "keys and values of 8 bits", forward(eight_bit=EightBit("e4m3", True, True), **in_pages)
 
 
 def backends() -> str:

@@ -75,6 +75,8 @@ def call_of(standard: StandardCall) -> Call:
         positional = [arguments.pop(name, None) for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")]
         return described_call(*positional, arguments)  # type: ignore[arg-type]
     cache = CacheTensors(**{name: arguments.pop(name, None) for name in CacheTensors._fields})
+    if (v_dim := arguments.get("v_dim")) is not None:
+        cache = cache._replace(v_cache=cache.k_cache[..., :v_dim])
     named = {"q": arguments.pop("q"), "k": cache.k_cache, "v": cache.v_cache}
     named |= {name: arguments.pop(name, None) for name in ("mask", "bias", "alibi_slopes", "sinks", "cu_seqlens_q")}
     rotary = RotarySettings(interleaved=arguments.pop("rotary_interleaved", True))

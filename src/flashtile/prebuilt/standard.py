@@ -44,6 +44,7 @@ FLOAT32_DIMS = (32, 64, 128)
 WIDE_FLOAT32_DIMS, WIDE_DIMS = (160, 256, 512), (512,)  # of calls whose products PyTorch computes
 DECODE_HEADS = ((8, 8), (32, 8), (64, 8), (16, 2), (71, 1))  # query and key heads: groups of 1, 4, 8 and more
 BATCHES = (1, 2, 4, 8, 16, 32, 64)  # with different splits of the keys
+LATENT_HEADS = (16, 128)  # query heads of DeepSeek's models
 PAGE_SIZES = (16, 256)
 EIGHT_BITS = (torch.float8_e4m3fn, torch.int8)  # caches
 
@@ -72,6 +73,7 @@ def standard_calls() -> Iterator[StandardCall]:
         yield from with_features(dtype)
         yield from decoding(dtype)
         yield from decoding_eight_bits(dtype)
+        yield from decoding_latent(dtype)
         yield from paged_prefill(dtype)
         yield from moving(dtype)
         yield from wide(WIDE_DIMS, dtype)
@@ -236,6 +238,22 @@ def decoding_eight_bits(dtype: torch.dtype) -> Iterator[StandardCall]:
         for of_scales, more in itertools.product((heads[1:], shape[:3]), ({}, new)):
             scales = {f"{x}_descale": empty(*of_scales) for x in "kv"}
             yield StandardCall("attention_with_kvcache", arguments | pages | scales | more | {"causal": True})
+
+
+def decoding_latent(dtype: torch.dtype) -> Iterator[StandardCall]:
+    """One or two new tokens over latent rows in dense caches and pages, read and appended to."""
+    for heads, rows, batch, page_size in itertools.product(LATENT_HEADS, (1, 2), (1, 8, 128), (None, 64)):
+        pages = {} if page_size is None else {"page_table": empty(batch, LONG // page_size, dtype=torch.int32)}
+        shape = (batch, 1, LONG, 576) if page_size is None else (batch * LONG // page_size, page_size, 1, 576)
+        arguments = {
+            "q": empty(batch, heads, rows, 576, dtype=dtype),
+            "k_cache": empty(*shape, dtype=dtype),
+            "v_cache": None,
+            "v_dim": 512,
+            "cache_seqlens": empty(batch, dtype=torch.int32),
+        }
+        for new in ({}, {"k": empty(batch, 1, rows, 576, dtype=dtype)}):
+            yield StandardCall("attention_with_kvcache", arguments | pages | new | {"causal": True})
 
 
 def cached(
