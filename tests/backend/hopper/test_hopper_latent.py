@@ -167,9 +167,9 @@ def test_declines(changes: dict[str, Any], reason: str | None) -> None:
     assert found is None if reason is None else reason in (found or "")
 
 
-@pytest.mark.parametrize(("batch", "splits"), [(128, range(1, 2)), (1, range(48, 65)), (80, range(3, 4))])
+@pytest.mark.parametrize(("batch", "splits"), [(128, range(1, 2)), (1, range(48, 65)), (80, range(1, 2))])
 def test_splits(batch: int, splits: range) -> None:
-    """None where tiles fill two waves; else as many as fill one or few of them. Explanations say what runs."""
+    """As many as fill the cores, where there are fewer tiles. Explanations say what runs."""
     found = support.candidates(problem(batch=batch, seqlen_k=16384, fine=None), H200, None)[0]
     assert found.num_splits in splits
     assert "latent rows" in str(found.tile.forward)

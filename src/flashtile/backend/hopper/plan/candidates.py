@@ -34,7 +34,6 @@ NEWEST_3WG = (3, 7)  # version of Triton; with later ones, three warpgroups spil
 NEWEST_LATE_DQ = (3, 6)  # version of Triton; with 3.9, adding dq late spills 192 bytes at 128 features, not 72
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 LATENT_SPLITS = (*SPLITS, 48, 64, 96, 128)
-LATENT_WAVES, SPLITS_OF_WAVES = 4, (2, 3)  # up to so many waves of tiles may be split, in so many parts
 MAX_CHUNK_ROWS = 2**16  # rows of a launch, whose programs stay close enough to share the L2 cache
 MAX_DQ_PARTS = 16  # accumulators of dq
 L2_BYTES = (16 * 2**20, 40 * 2**20)  # that heads which take turns may take of the L2 cache
@@ -63,16 +62,14 @@ def forward(problem: Problem, device: Device) -> Iterator[ForwardConfig | Float3
 
 
 def latent(problem: Problem, device: Device) -> Iterator[LatentForward]:
-    """The kernel of latent rows, with all splits. Programs are no more than tiles: the last wave may be half empty."""
+    """The kernel of latent rows, with all splits of a few tiles."""
     assert problem.pages is not None  # `support` declines others
     batch, rows, keys = problem.counts
     config = replace(LATENT, page_size=problem.pages.size if problem.pages.several else None)
     yield config
     tiles = batch * -(-rows * problem.num_heads_q // config.block_m)
-    most = -(-keys // config.block_n)
-    filling = splits_that_fill(LATENT_SPLITS, tiles, device.cores, most)
-    for n in filling if tiles < device.cores else SPLITS_OF_WAVES:
-        if tiles < LATENT_WAVES * device.cores and n <= most:
+    if tiles < device.cores:
+        for n in splits_that_fill(LATENT_SPLITS, tiles, device.cores, -(-keys // config.block_n)):
             yield replace(config, splits=n)
 
 

@@ -71,11 +71,11 @@ def latent(problem: Problem, device: Device, config: LatentForward, splits: int)
     """Of latent rows, where all heads and queries of a sequence are rows of the same tiles."""
     p, (batch, rows, keys) = problem, problem.counts
     head = waves.row_tiles(UNLIMITED, rows * p.num_heads_q, keys, config.block_m, config.block_n)
-    counts = Counts(launch_hopper=1)
+    counts = Counts(launch_latent=1)
     if splits > 1:
         head = shared(head, splits)
-        counts["merge"] += 1
-        counts["merge byte"] += splits * batch * p.num_heads_q * rows * p.head_dim_v * 8
+        counts["merge latent"] += 1
+        counts["merge latent row"] += batch * p.num_heads_q * rows
     work = busiest(head, batch, device.cores)
     add(counts, "latent", config, work, p)
     requests = work.steps * config.block_n * row_requests(p.head_dim * p.dtype.itemsize)
