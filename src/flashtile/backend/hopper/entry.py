@@ -15,12 +15,21 @@ APPENDING_BACKEND = "triton"  # whose kernel appends to the caches of KV-cache c
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of a call."""
-    return call.keep(replay.run(call.inputs, launch_forward, forward_config(plan, call), call))
+    return call.keep(replay.run(call.inputs, launches_of(plan), forward_config(plan, call), call))
+
+
+def launches_of(plan: Plan) -> Any:
+    """The function that records a plan's launches."""
+    if plan.tile.forward.kind != "latent":
+        return launch_forward
+    from .launch import latent  # not needed by other calls
+
+    return latent.launch_forward
 
 
 def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
     """As `forward`, and the function that repeats it for calls of the same layout."""
-    recording, results = replay.record(call.inputs, launch_forward, forward_config(plan, call), call)
+    recording, results = replay.record(call.inputs, launches_of(plan), forward_config(plan, call), call)
     return ForwardReplay(recording), call.keep(results)
 
 

@@ -63,16 +63,12 @@ def called_forward(plan: Plan, call: Call) -> ForwardConfig | Float32Forward | L
     return forward_tiles(call, config)[0]
 
 
-def launch_forward(recorder: Recorder, config: ForwardConfig | Float32Forward | LatentForward, call: Call) -> Results:
+def launch_forward(recorder: Recorder, config: ForwardConfig | Float32Forward, call: Call) -> Results:
     """Record the launches of a forward pass; with lists of a mask tensor, there is a third result: the states of its
     blocks.
     """
     if config.kind == "float32":
         return float32.launch_forward(recorder, config, call)
-    if config.kind == "latent":
-        from . import latent  # needs this module
-
-        return latent.launch_forward(recorder, config, call)
     t = Tensors.from_flat(recorder.inputs)
     out = recorder.new(new_rows(t.q, t.q.shape[1], t.v.shape[-1], t.q.dtype)) if t.out is None else t.out
     row_stats, states = launch_rows(recorder, config, call._replace(tensors=t), out)

@@ -19,7 +19,7 @@ from .scheduler_args import room_for_keys
 
 FORWARD = Kernel(f"{KERNELS}.latent.forward", "latent_forward_kernel")
 MERGE = Kernel(f"{KERNELS}.latent.merge", "merge_kernel")
-MERGED_COLUMNS, MERGED_SPLITS = 128, 16  # of a program, at once
+MERGED_COLUMNS, MERGED_SPLITS = 128, 16  # columns of a program, and splits that it reads at once
 
 
 def launch_forward(recorder: Recorder, config: LatentForward, call: Call) -> Results:

@@ -11,7 +11,7 @@ WIDTHS = (  # widths of the kernels, for (q and k, v)
 FLOAT32 = WIDTHS[1:5]  # widths of float32
 FUSED = WIDTHS[:5]  # with one backward kernel
 SHARED_COLUMNS = WIDTHS[-1:]  # whose columns two warpgroups share
-LATENT = (576, 512)  # of rows whose first columns are the values
+LATENT = (576, 512)  # widths of latent rows, whose first columns are the values
 ONE_BOX = WIDTHS[:2]  # where exponentials take longer than products, and three warpgroups are fast with every Triton
 
 
