@@ -6,6 +6,7 @@ order that the copy engine makes (docs/journal/2026-11-22-hopper-checks.md). No 
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
