@@ -310,7 +310,7 @@ def test_hopper_preprocess_and_postprocess(chunks: tuple[int, ...], share: int) 
     tiles = -(-rows // block)
     neg_lse, neg_delta, neg_residual = (torch.full((heads, tiles * block), torch.nan) for _ in range(3))
     dq_semaphore = torch.full((heads * tiles, NUM_WARPGROUPS), 7, dtype=torch.int32)
-    counts = [torch.full((2,), 7, dtype=torch.int32) for _ in range(2)]  # tile_count_semaphore and that of dq
+    counts = [torch.full((2,), 7, dtype=torch.int32) for _ in range(3)]  # of tiles: for one kernel each
     cleared = torch.full((heads * tiles * block, width), torch.nan)
     lengths = {"num_tiles": tiles, "num_heads": heads, "seqlen_q": rows, "batch": batch}
     lengths |= {"HEAD_DIM": HeadDim(chunks, min(chunks)), "ALIGN": 1, "BLOCK_M": block}
@@ -325,7 +325,7 @@ def test_hopper_preprocess_and_postprocess(chunks: tuple[int, ...], share: int) 
     )  # fmt: skip
     assert not cleared.any()
     assert not dq_semaphore.any()
-    assert [x.tolist() for x in counts] == [[0, 7]] * 2
+    assert [x.tolist() for x in counts] == [[0, 7]] * 3
     seen = lse[0].isfinite()
     expected = torch.where(seen, -(out * dout).sum(-1)[0], 0)
     torch.testing.assert_close(neg_delta[:, :rows], expected)

@@ -20,7 +20,7 @@ from ..expression import MaskMod, ScoreMod
 from ..expression.formula import PREFIX
 from ..expression.modifier import Modifier
 from .band import with_band
-from .packed_pages import are_packed, in_pages
+from .packed_pages import with_packed_in_pages
 from .settings import as_int, settings_of
 
 REQUIRED = ("q", "k", "v", "cu_seqlens_q")
@@ -71,8 +71,8 @@ def normalize(
     reject_symbolic(function, tensors)
     q = tensors["q"]
     same_place(function, q, tensors)
-    if cache is None and are_packed(tensors):
-        tensors = in_pages(tensors, max_seqlen_k)
+    if cache is None and tensors.get("cu_seqlens_q") is not None:
+        tensors = with_packed_in_pages(tensors, max_seqlen_k)
     # Caches are written in place, so they keep their dtype.
     tensors = in_autocast_dtype(tensors, REQUIRED[:3] if cache is None else REQUIRED[:1])
     tensors = in_score_dtype(tensors)

@@ -12,21 +12,16 @@ from ..call.features import INDEX_DTYPES
 from ..errors import ArgumentError
 
 
-def are_packed(tensors: dict[str, Any]) -> bool:
-    """Whether keys of 8 bits are packed one after another."""
-    k = tensors["k"]
-    packed = tensors.get("cu_seqlens_q") is not None and tensors.get("page_table") is None
-    return packed and isinstance(k, Tensor) and k.dim() == 3 and is_eight_bit(k)
-
-
-def in_pages(tensors: dict[str, Any], max_seqlen_k: Any) -> dict[str, Any]:
-    """The tensors of a call whose pages are the tokens of `k [Tk, Hkv, D]`, for sequences of up to `max_seqlen_k` keys,
-    or up to all if that is not a number.
+def with_packed_in_pages(tensors: dict[str, Any], max_seqlen_k: Any) -> dict[str, Any]:
+    """The tensors of a packed call, where keys of 8 bits `k [Tk, Hkv, D]` are pages of a token each, for sequences of up
+    to `max_seqlen_k` keys, or up to all if that is not a number. Other keys stay as they are.
 
     Raises:
         ArgumentError: offsets, or scales that are neither `[Hkv]`, `[B, Hkv]` nor `[Hkv, Tk]`.
     """
     k, v, starts = tensors["k"], tensors["v"], tensors["cu_seqlens_k"]
+    if tensors.get("page_table") is not None or not isinstance(k, Tensor) or k.dim() != 3 or not is_eight_bit(k):
+        return tensors
     example = EXAMPLES["varlen"]
     if not isinstance(starts, Tensor) or starts.dtype not in INDEX_DTYPES or starts.dim() != 1 or len(starts) == 0:
         raise ArgumentError("cu_seqlens_k", starts, "int32 (or int64) offsets [B + 1] of packed keys", example)

@@ -432,7 +432,7 @@ def test_overlap_of_forward(family: tuple) -> None:
     branch of its own.
     """
     config = launch_of(family, "forward").arguments["CONFIG"]
-    loops = inner_loops(compiled(family, "forward").sass, first=("HGMMA", "LDL"))
+    loops = inner_loops(compiled(family, "forward").code, first=("HGMMA", "LDL"))
     assert len(loops) == config.num_warpgroups  # one for each warpgroup
     for order in loops:
         waits, exponentials, maxima, products, votes, rescaling = (
@@ -462,7 +462,7 @@ def test_wide_backward_compiles_for_hopper(family: tuple) -> None:
         assert kernel.spilled <= spill
         assert not kernel.serialized
         assert not kernel.unset
-        assert kernel.sass.count("HGMMA") == products
+        assert kernel.code.count("HGMMA") == products
 
 
 @pytest.mark.sass

@@ -138,9 +138,9 @@ def test_compiles_for_hopper(splits: int) -> None:
     assert (kernel.name, kernel.serialized, kernel.unset) == ("latent_forward", False, ())
     assert kernel.shared <= 227 * 1024
     assert kernel.spilled <= 48
-    waits = "".join(re.findall(r"DEPBAR\.LE gsb0, 0x(\d)", kernel.sass))
+    waits = "".join(re.findall(r"DEPBAR\.LE gsb0, 0x(\d)", kernel.code))
     assert waits in ("01010" + "0010", "0010" + "01010")
-    assert kernel.sass.count("HGMMA") == 2 * (36 + 2 * 8)
+    assert kernel.code.count("HGMMA") == 2 * (36 + 2 * 8)
 
 
 def problem(**changes: Any) -> Problem:
