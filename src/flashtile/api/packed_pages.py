@@ -13,8 +13,8 @@ from ..errors import ArgumentError
 
 
 def with_packed_in_pages(tensors: dict[str, Any], max_seqlen_k: Any) -> dict[str, Any]:
-    """The tensors of a packed call, where keys of 8 bits `k [Tk, Hkv, D]` are pages of a token each, for sequences of up
-    to `max_seqlen_k` keys, or up to all if that is not a number. Other keys stay as they are.
+    """The tensors of a packed call. Keys of 8 bits, `k [Tk, Hkv, D]`, become pages of a token each, for sequences of
+    up to `max_seqlen_k` keys, or up to all if that is not a number. Other keys stay as they are.
 
     Raises:
         ArgumentError: offsets, or scales that are neither `[Hkv]`, `[B, Hkv]` nor `[Hkv, Tk]`.
