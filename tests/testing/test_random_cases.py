@@ -6,6 +6,7 @@ from torch import Tensor
 
 from flashtile.testing.draw import RECORDED, Draw
 from flashtile.testing.generate import DTYPES, random_case
+from flashtile.verification.examine import Number, Problems, case_of, examine_one
 
 
 def wide(seed: int, names: tuple[str, ...] = ("cu_seqlens_q", "page_table", "mask")) -> set[str]:
@@ -31,3 +32,12 @@ def test_problems_have_indices_of_both_dtypes(function: str) -> None:
 
 def is_index(x: object) -> bool:
     return isinstance(x, Tensor) and not x.is_floating_point() and x.dtype is not torch.bool
+
+
+@pytest.mark.parametrize(("seed", "special"), [(32, "k_descale"), (416, "v_dim")])
+def test_forward_mode_of_special_values(seed: int, special: str) -> None:
+    """Keys of 8 bits have none, and values that are columns of keys move with them."""
+    problems = Problems(range(0), ("tiled",), torch.device("cpu"), None)
+    assert special in case_of(problems, Number(seed)).arguments
+    (outcome,) = examine_one(problems, Number(seed))
+    assert not outcome.failed, outcome

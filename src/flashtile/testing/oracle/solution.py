@@ -100,6 +100,8 @@ class _Solution:
         self.sums = {"out": Sums.zeros(out_shape)}
         self.slack = torch.zeros(out_shape, dtype=torch.float64), torch.zeros(out_shape[:2], dtype=torch.float64)
         self.tangents: dict[str, Tensor] = {name: _exact(x) for name, x in case.tangents.items()}
+        if columns is not None and "k" in self.tangents:
+            self.tangents["v"] = self.tangents["k"][..., :columns]
         self.tlse, self.tlse_size = (torch.zeros(out_shape[:2], dtype=torch.float64) for _ in range(2))
         if case.tangents:
             self.sums["tout"] = Sums.zeros(out_shape)
