@@ -142,9 +142,9 @@ def work() -> None:
         print(json.dumps(found), flush=True)
 
 
-def tell(worker: subprocess.Popen[str], number: int) -> None:
+def tell(worker: subprocess.Popen[str], job: Any) -> None:
     assert worker.stdin is not None
-    print(number, file=worker.stdin, flush=True)
+    print(json.dumps(job), file=worker.stdin, flush=True)
 
 
 def answer(worker: subprocess.Popen[str]) -> Any:

@@ -21,7 +21,7 @@ from typing import Any
 
 import click
 import csv_rows
-from compare_sources import answer, variables
+from compare_sources import answer, tell, variables
 
 FIELDS = ("cell", "name", "side", "us", "speed", "low", "high")
 SAMPLE_SECONDS = 0.01
@@ -43,7 +43,7 @@ class Entrants:
         self.found: dict[str, Any] = {}
 
     def seconds(self, cell: dict[str, Any], name: str) -> float:
-        """Of one call."""
+        """The time of one call."""
         from flashtile.bench.rounds import timed
 
         entrant = self.entrant(cell, name)
@@ -92,19 +92,14 @@ class Side:
         self.worker = started(source, library)
 
     def seconds(self, cell: dict[str, Any]) -> float | str:
-        """Of one call, or why there are none."""
+        """The time of one call, or why there is none."""
         try:
-            tell(self.worker, cell, self.provider)
+            tell(self.worker, (cell, self.provider))
             return answer(self.worker)  # type: ignore[no-any-return]
         except (OSError, ValueError):
             self.worker.kill()
             self.worker = started(self.source, self.library)
             return "its process ended"
-
-
-def tell(worker: subprocess.Popen[str], *job: Any) -> None:
-    assert worker.stdin is not None
-    print(json.dumps(job), file=worker.stdin, flush=True)
 
 
 def started(source: Path, library: Path | None) -> subprocess.Popen[str]:
@@ -127,7 +122,7 @@ def compile_all(sources: Sequence[Path], cells: Sequence[dict[str, Any]], proces
         for n in range(processes):
             worker = started(source, None)
             for cell in ordered[n * len(ordered) // processes : (n + 1) * len(ordered) // processes]:
-                tell(worker, cell, "flashtile")
+                tell(worker, (cell, "flashtile"))
             assert worker.stdin is not None
             worker.stdin.close()
             workers.append(worker)

@@ -92,7 +92,7 @@ def family_of(store: Path, head_dim: int, measure: str) -> Family:
 
 
 def losses(family: Family, kept: set[str]) -> list[float] | None:
-    """What each call loses; `None` if one has no way left."""
+    """The loss of each call; `None` if a call cannot run any more."""
     found = []
     for times in family.times:
         left = [time for kernel, time in times.items() if kernel in kept]

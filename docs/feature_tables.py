@@ -90,7 +90,7 @@ def features() -> Iterator[tuple[str, Row]]:
     yield "`score_mod`", row(score_mod=of_one("input", "real", "score"))
     yield "`dropout_p`", row(dropout=True)
     yield "`deterministic`", row(deterministic=True)
-    yield "`batch_invariant`", forward(batch_invariant=True)  # its gradients are those of other calls
+    yield "`batch_invariant`", forward(batch_invariant=True)  # gradients have the plans of other calls
     yield "`batch_invariant`, decoding", forward(batch_invariant=True, seqlen_q=1)
     yield "packed sequences", row(layout="varlen")
     yield "`seqused_q`", row(layout="varlen", seqused_q=True)

@@ -4,7 +4,7 @@ import functools
 import re
 import tomllib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from statistics import median
 from typing import Any
@@ -66,16 +66,18 @@ def products(kernel: re.Match[str]) -> int:
 @functools.cache
 def rates_of(device: Device) -> Rates:
     """The rates of a device: its chip's, or the scaled rates of the nearest chip that was measured."""
-    name, chosen = min(files(), key=lambda file: distance(file[1]["chip"], device))
-    return scaled(chosen, device, f"{FOLDER}/{name}")
+    return nearest(files(), device)
 
 
 def rates_of_like(device: Device) -> Rates:
     """The scaled rates of the nearest other chip of the same architecture; none if there is none."""
     others = [file for file in files() if distance(file[1]["chip"], device)[:2] == (True, 0)]
-    if not others:
-        return Rates({}, "")
-    name, chosen = min(others, key=lambda file: distance(file[1]["chip"], device))
+    return nearest(others, device) if others else Rates({}, "")
+
+
+def nearest(some: Sequence[tuple[str, Mapping[str, Any]]], device: Device) -> Rates:
+    """The scaled rates of the file whose chip is nearest."""
+    name, chosen = min(some, key=lambda file: distance(file[1]["chip"], device))
     return scaled(chosen, device, f"{FOLDER}/{name}")
 
 
