@@ -1,14 +1,14 @@
 """Decoding over a cache of latent rows: `python benchmarks/latent_caches.py --store FILE.csv`.
 
 Rows have 576 features, the first 512 of them values; pages of 64 rows, in bfloat16 and in 8 bits. With 128 heads
-arithmetic binds, and with 16 memory: a read is a sum by PyTorch over the bytes of the cache. Each call is captured in a
-CUDA graph; calls of one shape take turns. A ratio is the call's time divided by its time over a cache in bfloat16, a
+arithmetic binds, and with 16 memory: a read is a sum by PyTorch over the bytes of the cache. "triton" and "hopper" are
+the bfloat16 call by one backend. Each call is captured in a CUDA graph; calls of one shape take turns. A ratio is the call's time divided by its time over a cache in bfloat16, a
 median over rounds. "own values" is the call with a copy of the values, which has no kernel for rows. FlashInfer takes
 part if it is installed. All shapes take at most two minutes on an H100.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,10 +108,11 @@ def flashinfer_call(cache: Cache) -> Callable[[], Any] | None:
     return lambda: wrapper.run(q_nope, q_pe, *parts)
 
 
-def measured(shape: Shape, rounds: int) -> list[dict[str, Any]]:
+def measured(shape: Shape, rounds: int, backends: Sequence[str]) -> list[dict[str, Any]]:
     clock, cache = clock_of(torch.device("cuda")), Cache.of(shape)
     rows, whole = cache.rows, cache.rows.nbytes
     calls: dict[str, tuple[Callable[[], Any], int]] = {MATRIX: (cache.call(rows), whole)}
+    calls |= {name: (cache.call(rows, backend=name), whole) for name in backends}
     calls[READ] = rows.view(torch.float32).sum, whole
     of_token = torch.full((*rows.shape[:2], 1), 0.01, device="cuda")
     for dtype in (E4M3, INT8):
@@ -150,7 +151,7 @@ def main(as_arch: str | None, store: Path | None, rounds: int) -> None:
     torch.manual_seed(0)
     rows: list[dict[str, Any]] = []
     for shape in SHAPES:
-        found = measured(shape, rounds)
+        found = measured(shape, rounds, ("triton",) if as_arch else ("triton", "hopper"))
         rows += found
         for row in found:
             click.echo(", ".join(str(x) for x in row.values()))

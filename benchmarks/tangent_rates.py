@@ -1,7 +1,7 @@
 """Rates of the kernels of forward mode from measured calls: `python benchmarks/tangent_rates.py FILE.csv`.
 
 The file is what `benchmarks/derivatives.py --sweep FILE --candidates` or `--tiles` has printed on an H200. A kernel's
-step takes what is left of a call's time, at the chip's other rates; a tile and an edge take as many steps as usual.
+step takes what is left of a call's time, at the other rates of an H100; a tile and an edge take as many steps as usual.
 Prints the lines of `src/flashtile/rates/h100.toml` for kernels that plans may choose. They hold until
 `flashtile calibrate --only tangents` has measured more calls.
 """
@@ -17,7 +17,7 @@ from derivatives import OF_HOPPER, label_of
 
 from flashtile.api.explain import QKV, described_call
 from flashtile.backend.gpu.cost import Cost
-from flashtile.backend.gpu.rates import ESTIMATED, PARTS, rates_of
+from flashtile.backend.gpu.rates import ESTIMATED, PARTS, rates_of_like
 from flashtile.backend.hopper import support as hopper
 from flashtile.backend.hopper.plan import cost as hopper_cost
 from flashtile.backend.hopper.plan import tables as hopper_tables
@@ -54,7 +54,7 @@ def cost_of(cell: str, label: str) -> Cost | None:
 def step_of(cost: Cost, microseconds: float) -> tuple[str, float]:
     """The kernel's name, and the time of its step at which the call takes as long as measured."""
     kernel = next(x for x in cost.counts if " tangents " in x and x.endswith(" step")).removesuffix(" step")
-    rates = dict(rates_of(H200)) | {name: rates_of(H200)[name] for name in (*cost.counts, *cost.limits)}
+    rates = dict(rates_of_like(H200)) | {name: rates_of_like(H200)[name] for name in (*cost.counts, *cost.limits)}
     low, high = 0.0, microseconds
     for _ in range(STEPS):
         step = (low + high) / 2

@@ -1,5 +1,6 @@
 """The Hopper kernel of latent rows without a GPU: results on the emulation, mistakes that it notices, and its SASS."""
 
+import csv
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from flashtile.call.call import Features
 from flashtile.call.device import Device
 from flashtile.call.problem import Pages, Problem
 from flashtile.call.window import Window
+from flashtile.dispatch.planner import candidates_of
 from flashtile.testing.case import Case
 from flashtile.testing.latent import latent
 from flashtile.testing.oracle import solve
@@ -30,6 +32,8 @@ from flashtile.testing.tolerance import compare
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 H200 = Device("cuda", "NVIDIA H200", "sm_90", 132)
+H200_MEASURED = H200._replace(clock=1980, bandwidth=4.8143e6)
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 ROOM = 384  # keys of a sequence's pages
 
 
@@ -173,3 +177,27 @@ def test_splits(batch: int, splits: range) -> None:
     found = support.candidates(problem(batch=batch, seqlen_k=16384, fine=None), H200, None)[0]
     assert found.num_splits in splits
     assert "latent rows" in str(found.tile.forward)
+
+
+def measured_shapes() -> list[tuple[tuple[int, ...], dict[str, float]]]:
+    """Batch, heads, queries and keys of each measured call in bfloat16, and microseconds by backend."""
+    found: dict[tuple[int, ...], dict[str, float]] = {}
+    with (RESULTS / "h200-latent-caches.csv").open() as file:
+        for row in csv.DictReader(file):
+            shape = tuple(int(row[name]) for name in ("batch", "heads", "queries", "keys"))
+            found.setdefault(shape, {})[row["call"]] = float(row["us"])
+    return list(found.items())
+
+
+@pytest.mark.parametrize(("shape", "times"), measured_shapes())
+def test_expected_times(shape: tuple[int, ...], times: dict[str, float]) -> None:
+    """`auto` takes the faster backend, whose expected time is near the measured one."""
+    batch, heads, queries, keys = shape
+    decoding = problem(batch=batch, num_heads_q=heads, seqlen_q=queries, seqlen_k=keys, fine=None)
+    expected = {
+        name: min(way.microseconds for way in candidates_of(name, decoding, H200_MEASURED, None, None))
+        for name in ("hopper", "triton")
+    }
+    chosen = min(expected, key=lambda name: expected[name])
+    assert times[chosen] == min(times[name] for name in expected)
+    assert 0.6 < expected[chosen] / times[chosen] < 1.5
