@@ -1,11 +1,12 @@
-"""Types of the public functions' arguments, for type checkers.
+"""Types of the public functions' arguments, for type checkers, and signatures that follow from another function's.
 
 The overloads of `api` take keywords as these dictionaries, so that `return_lse` alone decides the type of a result and
 no signature is written more than once.
 """
 
+import inspect
 from collections.abc import Callable
-from typing import Literal, Required, TypedDict
+from typing import Any, Literal, Required, TypedDict, TypeVar
 
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from ..block_mask import FlexBlockMask
 from ..call.window import ExactWindow
 from ..expression import MaskMod, ScoreMod
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 Causal = bool | Literal["top_left"]
 WindowArgument = tuple[int | None, int | None] | ExactWindow | None
 Lengths = Tensor | int
@@ -75,3 +77,26 @@ class CacheKeywords(Keywords, total=False):
     k_descale: Tensor | None
     v_descale: Tensor | None
     qv: Tensor | None
+
+
+def options_of(original: Callable[..., Any], *, without: tuple[str, ...] = ()) -> Callable[[Function], Function]:
+    """Show a function that hands `*options` and `**keywords` to `original` with its optional parameters in their place.
+
+    Args:
+        original: its parameters with a default follow the function's own.
+        without: names of those that the function does not have.
+    """
+
+    def with_signature(function: Function) -> Function:
+        catchalls = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        signature = inspect.signature(function)
+        own = {name: x for name, x in signature.parameters.items() if x.kind not in catchalls}
+        options = [
+            x
+            for name, x in inspect.signature(original).parameters.items()
+            if x.default is not inspect.Parameter.empty and name not in own and name not in without
+        ]
+        function.__signature__ = signature.replace(parameters=[*own.values(), *options])  # type: ignore[attr-defined]
+        return function
+
+    return with_signature

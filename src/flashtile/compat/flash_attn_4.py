@@ -68,30 +68,10 @@ def flash_attn_func(
     Raises:
         ArgumentError: an argument is not what it should be, or has no equivalent.
     """
-    if not (
-        qv
-        is gather_kv_indices
-        is score_mod
-        is score_mod_bwd
-        is mask_mod
-        is aux_tensors
-        is aux_scalars
-        is block_sparse_tensors
-        is block_sparse_tensors_bwd
-        is None
-    ):  # which takes less time than the answer
-        decline(
-            DENSE,
-            qv=qv,
-            gather_kv_indices=gather_kv_indices,
-            score_mod=score_mod,
-            score_mod_bwd=score_mod_bwd,
-            mask_mod=mask_mod,
-            aux_tensors=aux_tensors,
-            aux_scalars=aux_scalars,
-            block_sparse_tensors=block_sparse_tensors,
-            block_sparse_tensors_bwd=block_sparse_tensors_bwd,
-        )
+    decline_others(
+        DENSE, qv, gather_kv_indices, score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars,
+        block_sparse_tensors, block_sparse_tensors_bwd,
+    )  # fmt: skip
     window = window_from(window_size, causal, DENSE)
     settings = keywords(0.0, softmax_scale, causal, window, softcap, None, deterministic)
     settings["num_splits"] = splits_of(num_splits)
@@ -156,30 +136,10 @@ def flash_attn_varlen_func(
     Raises:
         ArgumentError: an argument is not what it should be, or has no equivalent.
     """
-    if not (
-        qv
-        is min_seqlen_k
-        is gather_kv_indices
-        is score_mod
-        is score_mod_bwd
-        is mask_mod
-        is block_sparse_tensors
-        is aux_tensors
-        is aux_scalars
-        is None
-    ):  # which takes less time than the answer
-        decline(
-            PACKED,
-            qv=qv,
-            min_seqlen_k=min_seqlen_k,
-            gather_kv_indices=gather_kv_indices,
-            score_mod=score_mod,
-            score_mod_bwd=score_mod_bwd,
-            mask_mod=mask_mod,
-            block_sparse_tensors=block_sparse_tensors,
-            aux_tensors=aux_tensors,
-            aux_scalars=aux_scalars,
-        )
+    decline_others(
+        PACKED, qv, gather_kv_indices, score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars,
+        block_sparse_tensors, min_seqlen_k=min_seqlen_k,
+    )  # fmt: skip
     window = window_from(window_size, causal, PACKED)
     settings = keywords(0.0, softmax_scale, causal, window, softcap, None, deterministic)
     dense = None
@@ -255,6 +215,32 @@ def get_scheduler_metadata(
     _arch: int | None = None,
 ) -> None:
     """A `scheduler_metadata` for `flash_attn_varlen_func`, which ignores it: `None`."""
+
+
+def decline_others(
+    example: str,
+    qv: Any,
+    gather_kv_indices: Any,
+    score_mod: Any,
+    score_mod_bwd: Any,
+    mask_mod: Any,
+    aux_tensors: Any,
+    aux_scalars: Any,
+    block_sparse_tensors: Any,
+    block_sparse_tensors_bwd: Any = None,
+    min_seqlen_k: Any = None,
+) -> None:
+    """Refuse what has no equivalent. Comparing identities takes less time than `decline`."""
+    if not (
+        qv is gather_kv_indices is score_mod is score_mod_bwd is mask_mod is aux_tensors is aux_scalars
+        is block_sparse_tensors is block_sparse_tensors_bwd is min_seqlen_k is None
+    ):  # fmt: skip
+        decline(
+            example, qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd,
+            mask_mod=mask_mod, aux_tensors=aux_tensors, aux_scalars=aux_scalars,
+            block_sparse_tensors=block_sparse_tensors, block_sparse_tensors_bwd=block_sparse_tensors_bwd,
+            min_seqlen_k=min_seqlen_k,
+        )  # fmt: skip
 
 
 def packed(x: Tensor, name: str) -> tuple[Tensor, Tensor]:

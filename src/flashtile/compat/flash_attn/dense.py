@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from ...api.attention import attention
+from ...api.signatures import options_of
 from ..arguments import WindowSize, infinite_lse, keywords, window_of
 from .probabilities import dense_probabilities, new_seed
 
@@ -58,61 +59,18 @@ def flash_attn_func(
     return attention(q, k, v, **settings).transpose(1, 2)
 
 
-def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: WindowSize = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Outputs:
+@options_of(flash_attn_func)
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **keywords: Any) -> Outputs:
     """Attention as by `flash_attn_func`, of keys and values in one tensor, `kv [B, Sk, 2, Hkv, D]`."""
     k, v = kv.unbind(2)
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    return flash_attn_func(q, k, v, *options, **keywords)
 
 
-def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: WindowSize = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Outputs:
+@options_of(flash_attn_func)
+def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **keywords: Any) -> Outputs:
     """Attention as by `flash_attn_func`, of queries, keys and values in one tensor, `qkv [B, S, 3, H, D]`."""
     q, k, v = qkv.unbind(2)
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    return flash_attn_func(q, k, v, *options, **keywords)
 
 
 def with_probabilities(q: Tensor, k: Tensor, v: Tensor, settings: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:

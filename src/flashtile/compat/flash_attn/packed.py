@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from ...api.attention import attention_varlen
+from ...api.signatures import options_of
 from ..arguments import WindowSize, infinite_lse, keywords, longest_of, refuse, window_of
 from .probabilities import new_seed, packed_probabilities
 
@@ -62,6 +63,7 @@ def flash_attn_varlen_func(
     return attention_varlen(q, k, v, **settings)
 
 
+@options_of(flash_attn_varlen_func, without=("block_table",))
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -69,68 +71,23 @@ def flash_attn_varlen_kvpacked_func(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: WindowSize = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    *options: Any,
+    **keywords: Any,
 ) -> Outputs:
     """Attention as by `flash_attn_varlen_func`, of keys and values in one tensor, `kv [Tk, 2, Hkv, D]`."""
     k, v = kv.unbind(1)
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return flash_attn_varlen_func(q, k, v, *sequences, *options, **keywords)
 
 
+@options_of(flash_attn_varlen_func, without=("block_table",))
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: WindowSize = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *options: Any, **keywords: Any
 ) -> Outputs:
     """Attention as by `flash_attn_varlen_func`, of queries, keys and values in one tensor, `qkv [T, 3, H, D]`."""
     q, k, v = qkv.unbind(1)
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    sequences = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    return flash_attn_varlen_func(q, k, v, *sequences, *options, **keywords)
 
 
 def with_probabilities(q: Tensor, k: Tensor, v: Tensor, settings: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:

@@ -43,8 +43,8 @@ def _flash_attn_forward(
         `(out [B, Sq, Hq, Dv], softmax_lse [B, Hq, Sq], S_dmask, rng_state)`: `S_dmask` is empty without dropout and
         `return_softmax`; `rng_state`, int64 `[2]`, has the seed of the dropout for the backward pass.
     """
-    sides = window_size_left, window_size_right
-    settings = settings_of(dropout_p, softmax_scale, causal, sides, softcap, alibi_slopes)
+    window = window_of((window_size_left, window_size_right), FORWARD)
+    settings = keywords(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, False)
     settings["dropout_seed"], rng_state = seeds(dropout_p, q)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     out, lse = attention(q, k, v, **settings, return_lse=True)
@@ -83,8 +83,8 @@ def _flash_attn_varlen_forward(
     """
     if leftpad_k is not None:
         refuse("leftpad_k", leftpad_k, "None: begin each sequence of cu_seqlens_k at its first key", PACKED_FORWARD)
-    sides = window_size_left, window_size_right
-    settings = settings_of(dropout_p, softmax_scale, causal, sides, softcap, alibi_slopes)
+    window = window_of((window_size_left, window_size_right), FORWARD)
+    settings = keywords(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, False)
     settings |= offsets_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     settings["page_table"], settings["seqused_k"] = block_table, seqused_k
     settings["num_splits"] = above(0, num_splits)
@@ -125,8 +125,8 @@ def _flash_attn_backward(
     Returns:
         The row sums of `out * dout`, `[B, Hq, Sq]`; the original rounds Sq up to a multiple of 128.
     """
-    sides = window_size_left, window_size_right
-    settings = settings_of(dropout_p, softmax_scale, causal, sides, softcap, alibi_slopes, deterministic)
+    window = window_of((window_size_left, window_size_right), FORWARD)
+    settings = keywords(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, deterministic)
     settings["dropout_seed"] = seed_of(dropout_p, rng_state)
     q, k, v, out, dout = (x.transpose(1, 2) for x in (q, k, v, out, dout))
     found = gradients(q, k, v, out, softmax_lse, dout, **settings)
@@ -165,27 +165,12 @@ def _flash_attn_varlen_backward(
     Returns:
         The row sums of `out * dout`, `[Hq, Tq]`; the original pads each sequence.
     """
-    sides = window_size_left, window_size_right
-    settings = settings_of(dropout_p, softmax_scale, causal, sides, softcap, alibi_slopes, deterministic)
+    window = window_of((window_size_left, window_size_right), FORWARD)
+    settings = keywords(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, deterministic)
     settings |= offsets_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     settings["dropout_seed"] = seed_of(dropout_p, rng_state)
     store((dq, dk, dv), gradients(q, k, v, out, softmax_lse, dout, **settings))
     return row_sums(out, dout, softmax_lse.dtype).T
-
-
-def settings_of(
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    sides: tuple[int, int],
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool = False,
-) -> dict[str, Any]:
-    """Keywords of `flashtile.attention`."""
-    return keywords(
-        dropout_p, softmax_scale, causal, window_of(sides, FORWARD), softcap, alibi_slopes, deterministic
-    )  # fmt: skip
 
 
 def offsets_of(

@@ -1,10 +1,11 @@
 """PyTorch's `torch.nn.attention.varlen`: its functions for packed sequences, by `flashtile.attention_varlen`."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ...api.attention import attention_varlen
+from ...api.signatures import options_of
 from ..arguments import longest_of, refuse, window_of
 
 EXAMPLE = "varlen_attn(query, key, value, cu_seq, cu_seq, max_len, max_len, window_size=(-1, 0))"
@@ -61,53 +62,15 @@ def varlen_attn(
     Raises:
         ArgumentError: an argument is not what it should be; other heads without `enable_gqa`.
     """
-    out, lse = attend(
-        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, enable_gqa, seqused_k, block_table,
-        num_splits, None,
+    return attend(
+        None, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, return_aux=return_aux, scale=scale,
+        window_size=window_size, enable_gqa=enable_gqa, seqused_k=seqused_k, block_table=block_table,
+        num_splits=num_splits,
     )  # fmt: skip
-    return (out, lse) if return_aux is not None and return_aux.lse else out
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    scale: float | None,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
-    seqused_k: Tensor | None,
-    block_table: Tensor | None,
-    num_splits: int | None,
     out: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    heads = key.shape[1] if block_table is None else key.shape[2]
-    if not enable_gqa and heads != query.shape[1]:
-        accepted = f"True where key and value have {heads} heads and query has {query.shape[1]}"
-        refuse("enable_gqa", enable_gqa, accepted, f"{EXAMPLE[:-1]}, enable_gqa=True)")
-    return attention_varlen(
-        query,
-        key,
-        value,
-        cu_seq_q,
-        cu_seq_k,
-        max_seqlen_q=longest_of(max_q),
-        max_seqlen_k=longest_of(max_k),
-        scale=scale,
-        window=window_of(window_size, EXAMPLE),
-        seqused_k=seqused_k,
-        page_table=block_table,
-        num_splits=num_splits,
-        out=out,
-        return_lse=True,
-    )
-
-
-def varlen_attn_out(
-    out: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -124,14 +87,45 @@ def varlen_attn_out(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
+    heads = key.shape[1] if block_table is None else key.shape[2]
+    if not enable_gqa and heads != query.shape[1]:
+        accepted = f"True where key and value have {heads} heads and query has {query.shape[1]}"
+        refuse("enable_gqa", enable_gqa, accepted, f"{EXAMPLE[:-1]}, enable_gqa=True)")
+    result, lse = attention_varlen(
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_seqlen_q=longest_of(max_q),
+        max_seqlen_k=longest_of(max_k),
+        scale=scale,
+        window=window_of(window_size, EXAMPLE),
+        seqused_k=seqused_k,
+        page_table=block_table,
+        num_splits=num_splits,
+        out=out,
+        return_lse=True,
+    )
+    return (result, lse) if return_aux is not None and return_aux.lse else result
+
+
+@options_of(varlen_attn)
+def varlen_attn_out(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention as by `varlen_attn`, whose result is written into `out [Tq, Hq, Dv]`. It has no derivatives.
 
     Raises:
         ArgumentError: as `varlen_attn`; out has another shape or dtype; a tensor requires a gradient outside of
             `torch.no_grad()`.
     """
-    _, lse = attend(
-        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, enable_gqa, seqused_k, block_table,
-        num_splits, out,
-    )  # fmt: skip
-    return (out, lse) if return_aux is not None and return_aux.lse else out
+    return attend(out, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
