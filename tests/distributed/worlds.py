@@ -240,6 +240,10 @@ def refused_alone(mesh: DeviceMesh) -> None:
         attention(x, x, x, mesh=mesh, length=7 * mesh.size() + mesh.size())
     with pytest.raises(flashtile.ArgumentError, match="cu_seqlens_q"):
         attention_varlen(x[0], x[0], x[0], [0, 5, 3], mesh=mesh)
+    with pytest.raises(TypeError, match="'bias'"):
+        attention_varlen(x[0], x[0], x[0], [0, 7], mesh=mesh, bias=x)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="'num_splits'"):
+        explain(x, x, x, mesh=mesh, num_splits=2)
 
 
 def train_like_one(mesh: DeviceMesh, rank: int) -> None:

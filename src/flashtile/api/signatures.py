@@ -45,6 +45,24 @@ class Keywords(TypedDict, total=False):
     backend: str
 
 
+class ShardedKeywords(TypedDict, total=False):
+    """Keywords of both functions of `flashtile.distributed` for whole sequences."""
+
+    causal: Causal
+    window: WindowArgument
+    attention_chunk: int | None
+    mask: MaskArgument
+    scale: float | None
+    softcap: float | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    score_mod: ScoreModArgument
+    dropout_p: float
+    dropout_seed: int | None
+    deterministic: bool | None
+    backend: str
+
+
 class VarlenKeywords(Keywords, total=False):
     """Keywords of `attention_varlen`."""
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ POSITIONAL = {
 }
 OTHERS = frozenset().union(*(PUBLIC[name].parameters for name in FUNCTIONS))
 KEYWORDS = {
-    name: frozenset(PUBLIC[name].parameters).intersection(function.__kwdefaults__ or {})
+    name: frozenset(PUBLIC[name].parameters).intersection(signature(function).parameters).difference(POSITIONAL[name])
     for name, function in FUNCTIONS.items()
 }
 

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .balance import divided, visible_pairs
 from .calls import Placing, as_batch, lengths_of, prepared
-from .inputs import DEFAULTS, documents_of
+from .inputs import documents_of, with_defaults
 from .layout import Layout
 from .schemes import predictions, rates_of
 from .simulate import Rates, Simulation
@@ -90,7 +90,8 @@ def explain(
     if cu_seqlens_q is not None:
         documents = documents_of(cu_seqlens_q, cu_seqlens_k)
         tensors, length = as_batch(tensors), lengths_of(documents)
-    ready = prepared(tensors, DEFAULTS | keywords, Placing(mesh, layout, scheme, length, False), documents)
+    keywords = with_defaults("explain", keywords)
+    ready = prepared(tensors, keywords, Placing(mesh, layout, scheme, length, False), documents)
     rows, keys, window = ready.rows, ready.keys, ready.call.settings.window
     mask = tensors["mask"]
     if isinstance(mask, Tensor) and mask.shape[2] not in (1, rows.length):

@@ -24,6 +24,14 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
+def with_defaults(function: str, keywords: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of a call, with the values of those that are absent."""
+    unknown = [name for name in keywords if name not in DEFAULTS]
+    if unknown:
+        raise TypeError(f"{function}() got an unexpected keyword argument '{unknown[0]}'")
+    return DEFAULTS | keywords
+
+
 def normalized(tensors: dict[str, Any], keywords: dict[str, Any]) -> Call:
     """A rank's call of its own rows, before it is known which of all rows those are."""
     accepted_here(keywords)

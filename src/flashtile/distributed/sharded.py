@@ -1,16 +1,16 @@
 """The public functions: attention over a sequence whose rows and keys are sharded over a mesh."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..api.signatures import Causal, MaskArgument, ScoreModArgument, WindowArgument
+from ..api.signatures import Causal, MaskArgument, ScoreModArgument, ShardedKeywords, WindowArgument, options_of
 from ..call.sharding import is_dtensor
 from . import compiled
 from .calls import Placing, as_batch, lengths_of, prepared, run
-from .inputs import documents_of
+from .inputs import documents_of, with_defaults
 from .layout import Layout
 
 
@@ -105,6 +105,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+@options_of(attention, without=("length", "bias"))
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -116,20 +117,8 @@ def attention_varlen(
     layout: str | Layout = "contiguous",
     scheme: str = "auto",
     check: bool = False,
-    causal: Causal = False,
-    window: WindowArgument = None,
-    attention_chunk: int | None = None,
-    mask: MaskArgument = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    score_mod: ScoreModArgument = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | None = None,
     return_lse: bool = False,
-    deterministic: bool | None = None,
-    backend: str = "auto",
+    **options: Unpack[ShardedKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of packed sequences, whose tokens are sharded over a mesh as one sequence.
 
@@ -156,12 +145,9 @@ def attention_varlen(
         AttentionError: as `attention`.
         BackendError: as `attention`.
     """
-    tensors = {"q": q, "k": k, "v": v, "mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks}
-    keywords: dict[str, Any] = {
-        "causal": causal, "window": window, "attention_chunk": attention_chunk, "scale": scale, "softcap": softcap,
-        "score_mod": score_mod, "dropout_p": dropout_p, "dropout_seed": dropout_seed, "deterministic": deterministic,
-        "backend": backend,
-    }  # fmt: skip
+    keywords: dict[str, Any] = {**options}
+    tensors = {"q": q, "k": k, "v": v} | {name: keywords.pop(name, None) for name in ("mask", "alibi_slopes", "sinks")}
+    keywords = with_defaults("attention_varlen", keywords)
     tensors = as_batch(tensors)
     if torch.compiler.is_compiling():
         placing = Placing(mesh, layout, scheme, None, check)
