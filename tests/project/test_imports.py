@@ -270,6 +270,7 @@ def test_other_names_use_the_public_functions_alone() -> None:
         "api.gradients",
         "api.latent",
         "api.row_max",
+        "api.signatures",
         "call.counting",
         "call.eight_bit",
         "call.sharding",
