@@ -3,13 +3,14 @@
 import itertools
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
+from flashtile.api import repeated
 from flashtile.backend.tiled import support
 from flashtile.call.call import Call
 from flashtile.dispatch import fast_path, operators
@@ -151,7 +152,9 @@ def changed_during_calls(indices: Iterable[Tensor]) -> Iterator[list[None]]:
             for x, y in zip(held, before, strict=True):
                 x[...] = y
 
-    with mock.patch.object(operators, "inside_operator", changed):
+    with ExitStack() as patches:
+        for module in (fast_path, operators, repeated):
+            patches.enter_context(mock.patch.object(module, "inside_operator", changed))
         yield entered
 
 

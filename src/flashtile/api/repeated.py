@@ -23,6 +23,7 @@ from ..call.memory import Layouts
 from ..call.written import mark_written
 from ..dispatch import autograd, fast_path, forking, operators
 from ..dispatch.gradients import Results, input_gradients
+from ..dispatch.passes import inside_operator
 from ..dynamo import untraced
 from .out import filled
 from .sources import Sources, sources_of
@@ -138,7 +139,7 @@ class Repeated:
             if results is not None:
                 return results
         call = self.call(tensors, is_plain_eager=True)
-        results = fast_path.forward(call, operators.inside_operator)
+        results = fast_path.forward(call)
         return results if call.kept is None else (*results, call.kept)
 
     @untraced
@@ -166,7 +167,7 @@ class Repeated:
                     found = one.recording(self.backward_flat(values))
                 else:
                     call = self.backward_call(tensors, kept)
-                    with operators.inside_operator(call):
+                    with inside_operator(call):
                         found = one.replay(call, *results)
                 gradients = known.requested((None, *found))
                 if one.in_dtypes:

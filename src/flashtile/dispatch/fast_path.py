@@ -23,7 +23,7 @@ from ..call.memory import Layouts, layout_key
 from ..call.plan import Plan
 from ..expression import is_local
 from . import forking, planner
-from .passes import function_of, recorder_of
+from .passes import function_of, inside_operator, recorder_of
 from .planner import BACKEND_VARIABLE, plan_call
 
 GENERATION = 2048  # keys
@@ -49,15 +49,7 @@ class Pass:
         self.recording: Recording | None = None  # the replay's, if it has one, and needs no context around it
         self.in_dtypes = False  # whether recorded gradients have their inputs' dtypes
 
-    def run(
-        self,
-        call: Call,
-        kind: str,
-        inside: Callable[[Call], Any],
-        needs: Needs | None,
-        *rest: Any,
-        moves: Needs | None = None,
-    ) -> Any:
+    def run(self, call: Call, kind: str, needs: Needs | None, *rest: Any, moves: Needs | None = None) -> Any:
         """Run the `kind` function of the planned backend, or record it at the second call."""
         if self.plan is None:
             call, record = call.with_own_indices(), None
@@ -68,7 +60,7 @@ class Pass:
             self.plan = chosen
         else:
             call, record = checked(call), recorder_of(self.plan, kind)
-        with inside(call):
+        with inside_operator(call):
             if record is None:
                 return function_of(self.plan, kind)(self.plan, call, *rest)
             replay, results = record(self.plan, call, *rest)
@@ -187,20 +179,18 @@ def process_state(q: Tensor) -> Callable[[], Hashable]:
     return lambda: _ENVIRONMENT.get(_BACKEND)
 
 
-def forward(call: Call, inside: Callable[[Call], Any]) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of a call that has an entry; `inside` gives the context of an operator."""
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of a call that has an entry."""
     known = call.entry.forward
     if known.replay is None:
-        return known.run(call, call.kind, inside, None)
+        return known.run(call, call.kind, None)
     if call.is_plain_eager and not private_torch.is_any_autocast_enabled():
         return known.replay(call)
-    with inside(call):
+    with inside_operator(call):
         return known.replay(call)
 
 
-def backward(
-    call: Call, inside: Callable[[Call], Any], needs: Sequence[bool], results: tuple[Tensor | None, ...]
-) -> Sequence[Tensor | None] | None:
+def backward(call: Call, needs: Sequence[bool], results: tuple[Tensor | None, ...]) -> Sequence[Tensor | None] | None:
     """Gradients of a call that has an entry, flat, or `None` where a tensor has no memory. `results` are out, lse, dout
     and dlse.
     """
@@ -209,25 +199,25 @@ def backward(
         return None
     if recorded.replay is None:
         requested = check_needs(call, needs)
-        gradients = recorded.run(call, "backward", inside, requested, requested, *results).flat()
+        gradients = recorded.run(call, "backward", requested, requested, *results).flat()
     else:
-        with inside(call):
+        with inside_operator(call):
             gradients = recorded.replay(call, *results)
     if counting.opened and recorded.plan is not None:
         planner.count(call, recorded.plan, "backward")
     return gradients
 
 
-def tangents(call: Call, inside: Callable[[Call], Any], given: Tangents) -> tuple[Tensor, ...] | None:
+def tangents(call: Call, given: Tangents) -> tuple[Tensor, ...] | None:
     """`out`, `lse` and their tangents, of a call that has an entry; `None` where a tensor has no memory."""
     key = *given.moves.flat(), state_of_process(call.tensors.q)
     recorded = pass_of(call.entry.tangents, key, present(call, given.flat()))
     if recorded is None:
         return None
     if recorded.replay is None:
-        results = recorded.run(call, "tangents", inside, None, given, moves=given.moves)
+        results = recorded.run(call, "tangents", None, given, moves=given.moves)
     else:
-        with inside(call):
+        with inside_operator(call):
             results = recorded.replay(call, given)
     if counting.opened and recorded.plan is not None:
         planner.count(call, recorded.plan, "tangents")
@@ -250,7 +240,7 @@ def pass_of(passes: dict[Hashable, list[Pass]], key: Hashable, tensors: list[Ten
 
 
 def replayed_backward(
-    call: Call, inside: Callable[[Call], Any], needs: Sequence[bool], results: tuple[Tensor | None, ...]
+    call: Call, needs: Sequence[bool], results: tuple[Tensor | None, ...]
 ) -> Sequence[Tensor | None] | None:
     """As `backward` for a call without modes around it: `None` if it was not recorded, or a tensor is more than its
     memory.
@@ -260,7 +250,7 @@ def replayed_backward(
         tensors = present(call, results)
         for one in passes:
             if one.replay is not None and one.layouts.match_plain(tensors):
-                with inside(call):
+                with inside_operator(call):
                     return one.replay(call, *results)
     return None
 

@@ -7,8 +7,8 @@ problem, a plan, and a backend's kernels.
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,9 +41,10 @@ from ..call.problem import accumulation_dtype
 from ..dynamo import untraced
 from ..errors import AttentionError
 from ..expression.registry import held
-from . import fast_path, forking, observed
-from .passes import function_of
+from . import fast_path, observed
+from .passes import function_of, inside_operator
 from .planner import count, plan_call
+from .vmap import one_by_one, one_tangent_by_one
 
 Results = tuple[Tensor | None, ...]  # out, lse, dout and dlse
 LIBRARY = torch.library.Library("flashtile", "DEF")
@@ -262,7 +263,7 @@ def run_forward(call: Call) -> tuple[Tensor, Tensor]:
         return zeros
     call.entry = call.entry or fast_path.find_call(call)
     if call.entry is not None:
-        results, chosen = fast_path.forward(call, inside_operator), call.entry.forward.plan
+        results, chosen = fast_path.forward(call), call.entry.forward.plan
     else:
         call = call.with_own_indices()
         chosen = plan_call(call)
@@ -282,7 +283,7 @@ def run_backward(
         return zeros
     call.entry = call.entry or fast_path.find_call(call)
     results = (out, lse, dout, dlse)
-    gradients = None if call.entry is None else fast_path.backward(call, inside_operator, needs, results)
+    gradients = None if call.entry is None else fast_path.backward(call, needs, results)
     if gradients is None:
         requested, call = check_needs(call, needs), call.with_own_indices()
         chosen = plan_call(call, needs=requested)
@@ -304,7 +305,7 @@ def run_tangents(call: Call, tangents: Tangents) -> tuple[Tensor, Tensor, Tensor
     if counting.opened and (zeros := observed.tangents(call, tangents)) is not None:
         return zeros
     call.entry = call.entry or fast_path.find_call(call)
-    results = None if call.entry is None else fast_path.tangents(call, inside_operator, tangents)
+    results = None if call.entry is None else fast_path.tangents(call, tangents)
     if results is None:
         call = call.with_own_indices()
         chosen = plan_call(call, moves=tangents.moves)
@@ -363,49 +364,11 @@ def replayed_backward(needs: Sequence[bool], results: Results, call: Call) -> Se
     """Gradients of a recorded call with nothing but autograd around it, not all in their own dtypes; else `None`."""
     if call.entry is None or counting.opened or not is_plain_eager():
         return None
-    return fast_path.replayed_backward(call, inside_operator, needs, results)
+    return fast_path.replayed_backward(call, needs, results)
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype is dtype else x.to(dtype)
-
-
-def one_by_one(op: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-    """An operator under torch.vmap: each example is a call of its own, with the positions and dropout of that call. For
-    the shapes of no results, there is an example of zeros.
-    """
-    size = info.batch_size
-
-    def example(x: Any, dim: Any, n: int) -> Any:
-        if isinstance(dim, list | tuple):
-            return [example(part, d, n) for part, d in zip(x, dim, strict=True)]
-        if dim is None:
-            return x
-        return x.select(dim, n) if size > 0 else x.new_zeros((*x.shape[:dim], *x.shape[dim + 1 :]))
-
-    def stacked(*parts: Any) -> Any:
-        if isinstance(parts[0], list):
-            return [stacked(*p) for p in zip(*parts, strict=True)]
-        return torch.stack(parts) if size > 0 else parts[0].new_empty((0, *parts[0].shape))
-
-    def dims(x: Any) -> Any:
-        return [0] * len(x) if isinstance(x, list) else 0
-
-    results = [
-        op(*(example(x, dim, n) for x, dim in zip(arguments, in_dims, strict=True))) for n in range(max(size, 1))
-    ]
-    outputs = tuple(stacked(*parts) for parts in zip(*results, strict=True))
-    return outputs, tuple(dims(x) for x in outputs)
-
-
-def one_tangent_by_one(op: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-    """As `one_by_one`. Examples that differ in tangents alone share `out` and `lse`."""
-    outputs, dims = one_by_one(op, info, in_dims, *arguments)
-    batched = [dim for of in in_dims[2:] for dim in (of if isinstance(of, list | tuple) else [of])]
-    if info.batch_size == 0 or any(dim is not None for dim in batched):
-        return outputs, dims
-    out, lse, *tangents = outputs
-    return (out[0], lse[0], *tangents), (None, None, 0, 0)
 
 
 def refuse_second_derivative(*_: Any) -> Any:
@@ -422,43 +385,6 @@ def in_schema(gradients: Sequence[Tensor | None], call: Call) -> tuple[Any, ...]
     return *present[:named], present[named:]
 
 
-def inside_operator(call: Call) -> AbstractContextManager[None]:
-    """A context for an operator's own work, wherever it is called from.
-
-    Autocast is off: it has acted on the arguments, in `normalize`, and products keep their dtypes. Grad mode is off,
-    but autograd is on, because backends differentiate tiles by it, also in compiled graphs, which call from below it.
-
-    A plain eager call needs neither: it has no graph, or `autograd` has made a node.
-    """
-    around = private_torch.is_any_autocast_enabled() or (not call.is_plain_eager and torch.is_grad_enabled())
-    inside = Inside(call.tensors.q.device.type) if around or private_torch.below_autograd() else ALREADY_INSIDE
-    return forking.OneThread(inside) if forking.forked else inside
-
-
-class Inside(AbstractContextManager[None]):
-    def __init__(self, device_type: str):
-        # meta has no autocast to ask about
-        self.autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
-        self.device_type = device_type
-
-    def __enter__(self) -> None:
-        self.guard = private_torch.with_autograd()
-        if self.guard is not None:
-            self.guard.__enter__()
-        self.grad = torch.is_grad_enabled()
-        private_torch.set_grad_enabled(False)
-        if self.autocast:  # a torch.autocast takes longer than the rest
-            torch.set_autocast_enabled(self.device_type, False)
-
-    def __exit__(self, *error: Any) -> None:
-        if self.autocast:
-            torch.set_autocast_enabled(self.device_type, True)
-        private_torch.set_grad_enabled(self.grad)
-        if self.guard is not None:
-            self.guard.__exit__(*error)
-
-
-ALREADY_INSIDE = nullcontext()
 OPERATORS = {layout: Operators(layout) for layout in ("dense", "varlen")}
 
 

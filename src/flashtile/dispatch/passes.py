@@ -1,16 +1,22 @@
-"""The functions that run a plan: its backend's, or of two backends that share the gradients."""
+"""How a pass runs: the function of its plan's backend, or of two backends that share the gradients, and the context
+around it.
+"""
 
 import functools
 import importlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from .. import private_torch
 from ..call.cache import CacheCall, append_and_rotate
 from ..call.call import Call, Gradients, Needs
 from ..call.plan import Plan
+from . import forking
 
 Rows = Tensor | None  # out, lse, dout and dlse
 
@@ -92,3 +98,42 @@ def record_shared_backward(plan: Plan, call: Call, _: Needs, *rows: Rows) -> tup
 def merged(first: Sequence[Rows], second: Sequence[Rows]) -> list[Rows]:
     """Each gradient from the backend that has computed it."""
     return [y if x is None else x for x, y in zip(first, second, strict=True)]
+
+
+def inside_operator(call: Call) -> AbstractContextManager[None]:
+    """A context for an operator's own work, wherever it is called from.
+
+    Autocast is off: it has acted on the arguments, in `normalize`, and products keep their dtypes. Grad mode is off,
+    but autograd is on, because backends differentiate tiles by it, also in compiled graphs, which call from below it.
+
+    A plain eager call needs neither: it has no graph, or `autograd` has made a node.
+    """
+    around = private_torch.is_any_autocast_enabled() or (not call.is_plain_eager and torch.is_grad_enabled())
+    inside = Inside(call.tensors.q.device.type) if around or private_torch.below_autograd() else ALREADY_INSIDE
+    return forking.OneThread(inside) if forking.forked else inside
+
+
+class Inside(AbstractContextManager[None]):
+    def __init__(self, device_type: str):
+        # meta has no autocast to ask about
+        self.autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
+        self.device_type = device_type
+
+    def __enter__(self) -> None:
+        self.guard = private_torch.with_autograd()
+        if self.guard is not None:
+            self.guard.__enter__()
+        self.grad = torch.is_grad_enabled()
+        private_torch.set_grad_enabled(False)
+        if self.autocast:  # a torch.autocast takes longer than the rest
+            torch.set_autocast_enabled(self.device_type, False)
+
+    def __exit__(self, *error: Any) -> None:
+        if self.autocast:
+            torch.set_autocast_enabled(self.device_type, True)
+        private_torch.set_grad_enabled(self.grad)
+        if self.guard is not None:
+            self.guard.__exit__(*error)
+
+
+ALREADY_INSIDE = nullcontext()

@@ -20,7 +20,8 @@ from ..api.normalize import normalize
 from ..block_mask import BlockMask
 from ..call import sharding
 from ..call.call import DIFFERENTIABLE, Call, Settings, Tensors, differentiable_positions
-from ..dispatch.operators import OPERATORS, fields, in_schema, inside_operator, refuse_second_derivative
+from ..dispatch.operators import OPERATORS, fields, in_schema, refuse_second_derivative
+from ..dispatch.passes import inside_operator
 from ..dynamo import untraced
 from ..errors import ArgumentError, AttentionError
 from . import calls
