@@ -76,3 +76,11 @@ def frozen_imports(unfrozen_at_the_end: None) -> None:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Dynamo without the code that other tests have compiled."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

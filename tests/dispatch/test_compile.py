@@ -1,6 +1,6 @@
 """torch.compile and torch.export around a call: one graph, the same numbers, and no compiling again."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,13 +19,7 @@ from flashtile.compat.flash_attn import flash_attn_varlen_func
 from flashtile.dispatch import operators
 
 B, HQ, HKV, SQ, SK, D = 2, 4, 2, 12, 20, 8
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def leaf(*shape: int, seed: int = 0) -> Tensor:

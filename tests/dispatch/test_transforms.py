@@ -3,7 +3,7 @@ that should be none. Forward mode and second derivatives have files of their own
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -497,13 +497,6 @@ def test_make_fx_of_a_transform(transform: str) -> None:
 
 
 # torch.compile --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]

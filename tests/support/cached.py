@@ -10,10 +10,16 @@ import flashtile
 from flashtile.testing.case import Case, ExactSides, MaskFunction, ScoreFunction
 from flashtile.testing.inputs import query_key_value
 from flashtile.testing.oracle import solve
+from flashtile.testing.poison import with_guard_bands
 from flashtile.testing.tolerance import worst
 
 Arguments = dict[str, Any]
 NAN = torch.nan
+CACHES = ("k_cache", "v_cache")
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
 
 
 class Step(NamedTuple):
@@ -27,7 +33,7 @@ class Step(NamedTuple):
 
 def run(arguments: Arguments, **options: Any) -> Step:
     """One call on copies of the caches, which keep their strides."""
-    given = arguments | {name: copy_of(arguments[name]) for name in ("k_cache", "v_cache")}
+    given = arguments | {name: copy_of(arguments[name]) for name in CACHES}
     score_mod = given.get("score_mod")
     if isinstance(score_mod, ScoreFunction):
         given["score_mod"] = flashtile.ScoreMod(score_mod.fn, score_mod.tensors)
@@ -284,3 +290,13 @@ def problem(
             as_tokens(given["k_cache"], given)[page, slot] = NAN
             as_tokens(given["v_cache"], given)[page, slot] = NAN
     return given
+
+
+def guarded(arguments: Arguments) -> tuple[Arguments, list[Any]]:
+    """The call with poison in front of and behind the caches."""
+    guards = {name: with_guard_bands(arguments[name]) for name in CACHES}
+    return arguments | {name: guard.tensor for name, guard in guards.items()}, list(guards.values())
+
+
+def call_in_place(arguments: Arguments, **options: Any) -> Any:
+    return flashtile.attention_with_kvcache(**arguments, **options)
