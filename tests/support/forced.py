@@ -26,6 +26,16 @@ def config_of(tile: Any) -> Any:
     return tile if not hasattr(tile, "backward") else tile.forward or tile.backward
 
 
+def adds_late(config: Any) -> bool:
+    """Whether Hopper's fused backward pass adds dq late."""
+    return config.late_dq is not None
+
+
+def keeps_keys_in_registers(config: Any) -> bool:
+    """Whether Hopper's kernel for dk and dv does."""
+    return config.dkdv.keys_in_registers
+
+
 def first(where: Callable[[Any], bool] = lambda _: True, num_splits: int = 1, **changes: Any) -> Choice:
     """The first candidate whose configuration fulfills a condition, with fields of it changed; of the kernel for dk and
     dv, where the backward pass of wide heads on Hopper has two.
