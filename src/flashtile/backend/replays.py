@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..call.call import Call, Tangents
+from ..call.call import Call, Needs, Tangents, Tensors
 
 Results = Sequence[Tensor | None]
 Recording = Callable[[Results], Any]
@@ -44,3 +44,11 @@ class TangentsReplay(NamedTuple):
 def inputs_of(call: Call, tangents: Tangents) -> list[Tensor | None]:
     """The inputs of a pass of forward mode: the call's, then the tangents of those that move."""
     return [*call.inputs, *(x for x in tangents.flat() if x is not None)]
+
+
+def with_inputs(call: Call, moves: Needs, inputs: Results) -> tuple[Call, Tangents]:
+    """The inverse of `inputs_of`: the call and its tangents, of inputs that may begin with theirs."""
+    count = len(call.tensors.flat())
+    given = iter(inputs[count:])
+    tangents = Tangents.from_flat([next(given) if moving else None for moving in moves.flat()])
+    return call._replace(tensors=Tensors.from_flat(inputs[:count])), tangents

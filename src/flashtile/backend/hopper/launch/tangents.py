@@ -6,14 +6,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ....call.call import Call, Needs, Tangents, Tensors, lse_shape, new_rows
+from ....call.call import Call, Needs, Tangents, lse_shape, new_rows
 from ....call.device import describe_device
 from ....call.plan import Plan
 from ...gpu.kernel import Kernel
 from ...gpu.pairs import with_contiguous_keys
 from ...gpu.pointers import Described, Pointers
 from ...gpu.replay import Recorder
-from ...replays import Results
+from ...replays import Results, with_inputs
 from ...scalars import head_strides, head_terms, rows_last, strides, window_numbers
 from ..tile_config import ALIGN, MMA_M, TangentsConfig
 from . import KERNELS, formulas
@@ -30,10 +30,7 @@ def launch_tangents(recorder: Recorder, plan: Plan, call: Call, moves: Needs) ->
     """Record the pass; the recorder's inputs are the call's, then the tangents of inputs that move. Returns `out`,
     `lse`, `dout` and `dlse`.
     """
-    num_inputs = len(call.tensors.flat())
-    call = call._replace(tensors=Tensors.from_flat(recorder.inputs[:num_inputs]))
-    given = iter(recorder.inputs[num_inputs:])
-    tangents = Tangents.from_flat([next(given) if moving else None for moving in moves.flat()])
+    call, tangents = with_inputs(call, moves, recorder.inputs)
     t = call.tensors
     config = replace(plan.tile.tangents, moves_q=moves.q, moves_k=moves.k, moves_v=moves.v)
     out, dout = (recorder.new(new_rows(t.q, t.q.shape[1], t.v.shape[-1], t.q.dtype)) for _ in range(2))

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....call.call import Call, Needs, Tangents, Tensors, lse_shape, new_rows, row_stats_shape, split_row_stats
+from ....call.call import Call, Needs, lse_shape, new_rows, row_stats_shape, split_row_stats
 from ....call.plan import Plan
 from ...gpu.block_lists import block_lists
 from ...gpu.captured import captured_pointers, captured_scalars
 from ...gpu.kernel import Kernel
 from ...gpu.pairs import ALIGN, pair_align, pair_scalars, pair_strides, with_contiguous_keys
 from ...gpu.replay import Recorder
-from ...replays import Results
+from ...replays import Results, with_inputs
 from ...scalars import lse_strides, rows_last, splits_of, strides
 from ..constants import TangentConstants
 from ..tile_config import KernelConfig
@@ -31,10 +31,7 @@ def launch_tangents(recorder: Recorder, plan: Plan, call: Call, moves: Needs) ->
     """Record the pass; the recorder's inputs are the call's, then the tangents of inputs that move. Returns `out`,
     `lse`, `dout` and `dlse`.
     """
-    num_inputs = len(call.tensors.flat())
-    call = call._replace(tensors=Tensors.from_flat(recorder.inputs[:num_inputs]))
-    given = iter(recorder.inputs[num_inputs:])
-    tangents = Tangents.from_flat([next(given) if moving else None for moving in moves.flat()])
+    call, tangents = with_inputs(call, moves, recorder.inputs)
     call = with_contiguous_keys(recorder, call)
     t, config = call.tensors, plan.tile.tangents
     q, k, v = (recorder.op(rows_last, x) for x in t[:3])
