@@ -5,10 +5,11 @@ Names, order and defaults of arguments, shapes and results are the original's. O
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..api.attention import attention_varlen
+from ..api.signatures import options_of
+from . import flash_attn_3
 from .arguments import WindowSize, above, decline, infinite_lse, keywords, longest_of, refuse, window_of
 
 __all__ = [
@@ -109,6 +110,7 @@ def flash_attn_varlen_func(
     return result, infinite_lse(lse) if fa_version == 2 else lse
 
 
+@options_of(flash_attn_3.get_scheduler_metadata, without=("attention_chunk",))
 def get_scheduler_metadata(
     batch_size: int,
     max_seqlen_q: int,
@@ -117,22 +119,12 @@ def get_scheduler_metadata(
     num_heads_kv: int,
     headdim: int,
     cache_seqlens: Tensor,
-    qkv_dtype: torch.dtype = torch.bfloat16,
-    headdim_v: int | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    page_size: int | None = None,
-    max_seqlen_k_new: int = 0,
-    causal: bool = False,
-    window_size: WindowSize = (-1, -1),
-    has_softcap: bool = False,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
+    *options: Any,
+    **keywords: Any,
 ) -> Tensor:
     """A `scheduler_metadata` for `flash_attn_varlen_func`, which ignores it: an empty int32 tensor."""
-    return cache_seqlens.new_empty(0, dtype=torch.int32)
+    sizes = batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim
+    return flash_attn_3.get_scheduler_metadata(*sizes, cache_seqlens, *options, **keywords)
 
 
 def is_fa_version_supported(fa_version: int, device: Any = None) -> bool:
