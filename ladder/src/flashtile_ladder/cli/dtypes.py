@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import iomodel, step04_standard, step07_numba_cuda, step08_triton_lse, step09_hopper, step10_variants
+from .. import (
+    iomodel,
+    step04_standard,
+    step07_numba_cuda,
+    step08_triton_backward,
+    step08_triton_lse,
+    step09_hopper,
+    step10_variants,
+)
 from .._host.gluon_or_not import hopper_problem
 from ..iomodel import Machine, Shape, roofline
 from .clock import Clock
@@ -30,7 +38,7 @@ DTYPES = {
 }
 SECONDS, BLOCKS_SECONDS = 330.0, 120.0  # for each table: calls beyond are left out
 SAMPLE_SECONDS, SAMPLES = 0.005, 5
-VARIANTS = "10 compiled variants"
+VARIANTS, BACKWARD = "10 compiled variants", "8 Triton, backward"
 MOST = {VARIANTS: 2048, NUMBA: 2048}  # loops of torch operations and of single threads take long beyond
 
 
@@ -64,6 +72,11 @@ class Problem(NamedTuple):
         return Shape(
             self.n, self.n, WIDTH, WIDTH, num_heads_q=heads, num_heads_kv=heads, causal=self.causal, itemsize=size
         )
+
+    @property
+    def precision(self) -> str:
+        """Of Triton's products."""
+        return "tf32" if self.label == "TF32" else "ieee"
 
     @property
     def key(self) -> dict[str, Any]:
@@ -143,11 +156,21 @@ def runs(problem: Problem, tensors: list[Tensor], device: torch.device) -> Itera
         out = within(functools.partial(call, *leaves))()
         gradients = functools.partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
         yield "backward", step, within(gradients)
+    if triton_compiles(device):
+        yield "backward", BACKWARD, triton_backward(problem, tensors)
     if problem.heads == 1 and problem.n <= MOST[VARIANTS]:
         q, k, v, d = (x[0, 0] for x in tensors)
         out, lse = step10_variants.attention(q, k, v, problem.causal)
         run = functools.partial(step10_variants.backward, q, k, v, out, lse, d, problem.causal)
         yield "backward", VARIANTS, within(run)
+
+
+def triton_backward(problem: Problem, tensors: list[Tensor]) -> Run:
+    """Step 8's kernels for dq, dk, dv; out and lse are there."""
+    q, k, v, dout = tensors
+    out, lse = step08_triton_lse.attention(q, k, v, problem.causal, input_precision=problem.precision)
+    call = functools.partial(step08_triton_backward.backward, input_precision=problem.precision)
+    return functools.partial(call, q, k, v, out, lse, dout, problem.causal)
 
 
 def tupled(call: Any, qkv: list[Tensor]) -> tuple[Tensor, ...]:
@@ -179,9 +202,8 @@ def kernels(problem: Problem, device: torch.device) -> dict[str, Any]:
     """Those of the ladder that have a forward pass alone."""
     causal, found = problem.causal, {}
     if triton_compiles(device):
-        precision = "tf32" if problem.label == "TF32" else "ieee"
         found["8 Triton, lse"] = functools.partial(
-            step08_triton_lse.attention, causal=causal, input_precision=precision
+            step08_triton_lse.attention, causal=causal, input_precision=problem.precision
         )
     if problem.label == "float32" and problem.heads == 1 and numba_problem(device) is None:
         found[NUMBA] = lambda q, k, v: step07_numba_cuda.attention(q[0, 0], k[0, 0], v[0, 0], causal)

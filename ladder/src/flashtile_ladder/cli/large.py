@@ -13,13 +13,12 @@ from .._host import cuda_launch
 from .._host.cuda_steps import stages, tensor_cores
 from .._host.gluon_or_not import hopper_problem
 from .clock import Clock
-from .dtypes import device_seconds, rates
+from .dtypes import BACKWARD, device_seconds, rates
 from .gpu import HOPPER, TRITON, cuda_problem
 from .library import STEP, attention
 from .measure import Measurement, Run, Table, triton_compiles
 
 LENGTH, HEADS, WIDTH = 16384, 16, 128
-BACKWARD = "8 Triton, backward"
 
 
 def large(device: torch.device) -> Measurement:
