@@ -125,6 +125,11 @@ def call(exercise: Exercise, function: Callable[..., Any], probe: Probe) -> dict
     if exercise.form == "softmax":
         return {"softmax": torch.as_tensor(function(k[:, 0]), dtype=torch.float64)}
     scale = 1 / math.sqrt(probe.d) if probe.scale is None else probe.scale
+    if exercise.form == "gluon":
+        from .._host import gluon_emulation
+
+        names = {exercise.function: function}
+        return dict(zip(("out", "lse"), gluon_emulation.attention(names, q, k, v, probe.causal, scale), strict=True))
     if exercise.form == "tiled":
         function.__globals__.update(exercise.keywords)
         out, lse = torch.full_like(q, math.nan), q.new_full((probe.n,), math.nan)
