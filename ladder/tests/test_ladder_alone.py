@@ -1,4 +1,4 @@
-"""`python -m flashtile_ladder.step...`: a step prints a result, its error, its bytes, and its time against the last."""
+"""`python -m flashtile_ladder STEP`: a step prints a result, its error, its bytes, and its time against the last."""
 
 import importlib.util
 import re
@@ -55,10 +55,6 @@ def test_the_folder_shows_the_course() -> None:
 
 
 def test_every_step_can_be_run() -> None:
-    for path in FOLDER.glob("step*.py"):
-        assert path.read_text().endswith(
-            'if __name__ == "__main__":\n    from ._host.alone import run\n\n    raise SystemExit(run(__file__))\n'
-        )
     for step in STEPS:
         first = (FOLDER / step.file).read_text().lstrip('/" ')
         assert first.startswith(f"Step {step.number}"), step.file
@@ -99,7 +95,13 @@ def test_every_module_runs_by_itself() -> None:
     """Those that are no step have a program of their own; host code has nothing to run."""
     for folder in ("related", "measure"):
         for path in (FOLDER / folder).glob("*.py"):
-            assert ('if __name__ == "__main__":\n' in path.read_text()) == (path.stem != "__init__"), path
+            assert ("\ndef main() -> None:\n" in path.read_text()) == (path.stem != "__init__"), path
+            assert (f"{folder}.{path.stem}" in __main__.PROGRAMS) == (path.stem != "__init__")
+
+
+def test_a_module_is_run_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    __main__.main(["related.flash3"])
+    assert "ping-pong" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("small")
@@ -224,7 +226,7 @@ def test_as_a_program(
     monkeypatch.setattr(sys, "argv", ["flashtile_ladder", name])
     fails = name.startswith("step09")
     with pytest.raises(SystemExit) as ended:
-        runpy.run_module("flashtile_ladder" if fails else f"flashtile_ladder.{name}", run_name="__main__")
+        runpy.run_module("flashtile_ladder", run_name="__main__")
     assert ended.value.code == fails
     printed = capsys.readouterr().out
     assert ("cannot run: step 9 of the ladder is CUDA C++" in printed) == fails

@@ -23,7 +23,7 @@ def test_the_page_is_what_the_claims_print() -> None:
     report = claims.report()
     assert report.count("verdict: does not hold\n") == report.count("verdict:") - 1 == len(claims.CLAIMS) - 1
     found = report.split()
-    assert len(written[1].split()) == len(found), "copy what `python -m flashtile_ladder.measure.claims` prints"
+    assert len(written[1].split()) == len(found), "copy what `python -m flashtile_ladder measure.claims` prints"
     for old, new, following in zip(written[1].split(), found, [*found[1:], ""], strict=True):
         if old != new:
             assert "." in old or following == "times;", f"{old} is now {new}"

@@ -13,6 +13,22 @@ PACKAGE = Path(flashtile_ladder.__file__).parent
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
+NEW_STEPS = ("step08_triton_backward.py", "step09_cuda_stages.cu", "step09_hopper.py", "_host/gluon_or_not.py")
+EMULATION = ("_host/emulation.h", "_host/emulation.py", "_host/gluon_emulation.py")
+APART = ("cli", "iomodel", "exercises")  # the command of all tables, the model of bytes, the judge
+CODE = (".py", ".cpp", ".cu", ".cuh", ".h")
+MOST_LINES = 6333  # 5,300 is wanted
+
+
+def test_the_course_does_not_grow() -> None:
+    """All lines, blank ones too, of the steps, `_host`, `related` and `measure`, without emulation and new steps."""
+    names = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*") if path.suffix in CODE}
+    assert set(NEW_STEPS) | set(EMULATION) <= set(names)
+    counted = [path for name, path in names.items() if name not in (*NEW_STEPS, *EMULATION)]
+    counted = [path for path in counted if path.relative_to(PACKAGE).parts[0] not in APART]
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in counted) <= MOST_LINES
+
+
 def imported(path: Path) -> set[str]:
     """The outermost names of everything that a file imports."""
     nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))

@@ -128,9 +128,3 @@ def attention(
             m = m_new
         out[i], lse[i] = o, m + math.log(l)
     return out, lse
-
-
-if __name__ == "__main__":
-    from ._host.alone import run
-
-    raise SystemExit(run(__file__))

@@ -134,9 +134,3 @@ def in_order(ends: Sequence[Value]) -> list[Value]:
             stack.append((x, True))
             stack.extend((parent, False) for parent in x.parents)
     return order
-
-
-if __name__ == "__main__":
-    from ._host.alone import run
-
-    raise SystemExit(run(__file__))

@@ -72,9 +72,3 @@ def backward(
                 dq[i][c] += ds * k[j][c]
                 dk[j][c] += ds * q[i][c]
     return dq, dk, dv
-
-
-if __name__ == "__main__":
-    from ._host.alone import run
-
-    raise SystemExit(run(__file__))

@@ -102,9 +102,3 @@ def softmax_and_lse(s: Tensor) -> tuple[Tensor, Tensor]:
 def softmax_backward(p: Tensor, dp: Tensor) -> Tensor:
     """dS = P ∘ (dP - delta) with delta_i = sum_j P_ij dP_ij, `[N, N]`."""
     return p * (dp - (p * dp).sum(dim=-1, keepdim=True))
-
-
-if __name__ == "__main__":
-    from ._host.alone import run
-
-    raise SystemExit(run(__file__))

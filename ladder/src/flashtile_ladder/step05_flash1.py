@@ -211,9 +211,3 @@ def keep_factors(generator: torch.Generator, p: Tensor, dropout_p: float) -> Ten
     """Z `[Br, Bc]` of the next tile: 0 with probability dropout_p, else 1 / (1 - dropout_p)."""
     kept = torch.rand(p.shape, generator=generator, device=p.device) >= dropout_p
     return kept.to(p.dtype) / (1 - dropout_p)
-
-
-if __name__ == "__main__":
-    from ._host.alone import run
-
-    raise SystemExit(run(__file__))

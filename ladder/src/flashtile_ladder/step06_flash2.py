@@ -117,9 +117,3 @@ def hide_future(s: Tensor, rows: slice, keys: slice, causal: bool) -> Tensor:
     i = torch.arange(rows.start, rows.stop, device=s.device)[:, None]  # [Br, 1]
     j = torch.arange(keys.start, keys.stop, device=s.device)  # [Bc]
     return s.masked_fill_(j > i, -math.inf)
-
-
-if __name__ == "__main__":
-    from ._host.alone import run
-
-    raise SystemExit(run(__file__))

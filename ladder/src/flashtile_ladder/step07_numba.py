@@ -111,9 +111,3 @@ def attention(
     scale = arrays[0].dtype.type(1 / math.sqrt(d) if scale is None else scale)
     run(*arrays, scale, causal, out.numpy(), lse.numpy())
     return out, lse
-
-
-if __name__ == "__main__":
-    from ._host.alone import run
-
-    raise SystemExit(run(__file__))

@@ -147,9 +147,3 @@ def attention(
     blocks = (n + BLOCK - 1) // BLOCK
     kernel(d)[blocks, BLOCK](*arrays[:3], np.float32(scale), causal, *arrays[3:])
     return out, lse
-
-
-if __name__ == "__main__":
-    from ._host.alone import run
-
-    raise SystemExit(run(__file__))

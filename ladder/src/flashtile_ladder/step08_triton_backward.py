@@ -154,9 +154,3 @@ def backward(
             num_warps=dq_rows // 16,
         )  # fmt: skip
     return dq, dk, dv
-
-
-if __name__ == "__main__":
-    from ._host.alone import run
-
-    raise SystemExit(run(__file__))

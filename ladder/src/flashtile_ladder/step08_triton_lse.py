@@ -125,9 +125,3 @@ def attention(
     with on(q.device):
         kernel[grid](q, k, v, out, lse, n, scale_log2, *constants, num_stages=2, num_warps=block_m // 16)
     return out, lse
-
-
-if __name__ == "__main__":
-    from ._host.alone import run
-
-    raise SystemExit(run(__file__))

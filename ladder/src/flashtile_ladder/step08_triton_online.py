@@ -57,9 +57,3 @@ def attention(
 ) -> tuple[Tensor, None]:
     """`[N, d]` to out `[N, d]`, and no lse; `whole_tiles` says what is an error."""
     return whole_tiles(kernel, BLOCK_M, q, k, v, causal, scale, input_precision), None
-
-
-if __name__ == "__main__":
-    from ._host.alone import run
-
-    raise SystemExit(run(__file__))

@@ -180,9 +180,3 @@ def attention(
     with on(q.device):
         kernel[grid](*boxes, lse, n, scale * LOG2_E, d, STAGES, causal, num_warps=4)
     return out, lse
-
-
-if __name__ == "__main__":
-    from ._host.alone import run
-
-    raise SystemExit(run(__file__))

@@ -243,9 +243,3 @@ def backward(
     for other in accumulators[1:]:
         dq = dq + other
     return dq, dk, dv
-
-
-if __name__ == "__main__":
-    from ._host.alone import run
-
-    raise SystemExit(run(__file__))

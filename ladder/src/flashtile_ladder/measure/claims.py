@@ -307,5 +307,5 @@ def report() -> str:
     return "\n".join(lines).rstrip()
 
 
-if __name__ == "__main__":
+def main() -> None:
     print(report())

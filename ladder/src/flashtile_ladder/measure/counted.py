@@ -2,7 +2,7 @@
 
 `x[rows]` on the right is a read and `x[rows] =` a write. `count` runs a step on such tensors.
 
-`python -m flashtile_ladder.measure.counted` prints the bytes of step 5 with a mask and with dropout: a mask is read, N²
+`python -m flashtile_ladder measure.counted` prints the bytes of step 5 with a mask and with dropout: a mask is read, N²
 bytes, and dropout's factors are drawn where they are used.
 """
 
@@ -74,7 +74,3 @@ def main() -> None:
     for name, keywords in features.items():
         counts, _ = count(step05_flash1.attention, tensors, **keywords)
         print(f"{name:>7}: {counts['read']:,} bytes read, {counts['written']:,} written")
-
-
-if __name__ == "__main__":
-    main()

@@ -12,7 +12,7 @@ past L1, which is the same memory as shared memory.
 A level is worth having where a tile is used more often than it is fetched: FlashAttention is the choice of what lies on
 which level. Hiding a latency takes rate x latency bytes under way (Little's law): several warps on a multiprocessor.
 
-The kernels are in memory_levels.cu. On a GPU, `python -m flashtile_ladder.measure.memory_levels` prints the table.
+The kernels are in memory_levels.cu. On a GPU, `python -m flashtile_ladder measure.memory_levels` prints the table.
 """
 
 from collections.abc import Iterator
@@ -96,6 +96,6 @@ def levels(device: torch.device) -> Iterator[dict[str, Any]]:
         yield {"level": level} | row | {"kb_under_way": row["tb_per_s"] * row["latency_ns"]}
 
 
-if __name__ == "__main__":
+def main() -> None:
     for line in levels(cuda_launch.gpu()):
         print(", ".join(f"{name} {x:.4g}" if isinstance(x, float) else f"{name} {x}" for name, x in line.items()))

@@ -116,7 +116,7 @@ def compared(kernel: str, padded_ms: float, unpadded_ms: float) -> dict[str, Any
     return {"kernel": kernel, "padded_ms": padded_ms, "unpadded_ms": unpadded_ms, "slower": unpadded_ms / padded_ms}
 
 
-if __name__ == "__main__":
+def main() -> None:
     for measurement in (coalescing, bank_conflicts):
         for line in measurement(cuda_launch.gpu()):
             print(", ".join(f"{name} {x:.4g}" if isinstance(x, float) else f"{name} {x}" for name, x in line.items()))

@@ -121,6 +121,6 @@ def largest(x: Array) -> float:
     return float(np.abs(x).max())
 
 
-if __name__ == "__main__":
+def main() -> None:
     for line in table():
         print(", ".join(f"{name} {x:.2g}" if isinstance(x, float) else x for name, x in line.items()))

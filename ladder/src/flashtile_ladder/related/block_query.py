@@ -13,7 +13,7 @@ step09_cuda_warps.cu needs neither for a score, since its warps have keys of the
 
 Queries and keys may differ in number (`tgt` and `src` lengths of a decoder's cross attention). q, k and v may have 16
 bits; scores, sums and the output in shared memory are float32. One head, d up to 256. The kernel is in block_query.cu
-next to this file. On a GPU, `python -m flashtile_ladder.related.block_query` prints times and errors of both
+next to this file. On a GPU, `python -m flashtile_ladder related.block_query` prints times and errors of both
 reductions.
 """
 
@@ -74,9 +74,3 @@ def main() -> None:
         error = (attention(q, k, v, reduction=reduction)[0] - exact).abs().max()
         ms = fastest_ms(lambda chosen=reduction: attention(q, k, v, reduction=chosen))
         print(f"{reduction}: {ms:.3f} ms at N = 4096, d = 64, error {error:.1e}")
-
-
-if __name__ == "__main__":
-    from .._host.alone import guarded
-
-    guarded(main)

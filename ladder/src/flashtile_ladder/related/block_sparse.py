@@ -10,7 +10,7 @@ for the tiles it keeps, this is exact attention. Masks of use are fixed, so that
 window with a few global blocks, or the butterfly, in which block i sees the blocks whose number differs from i in at
 most one bit, log2 of their number and one. Any two blocks are then connected within log2 steps, or layers.
 
-`python -m flashtile_ladder.related.block_sparse` prints the share of tiles, the bytes and the error of each mask.
+`python -m flashtile_ladder related.block_sparse` prints the share of tiles, the bytes and the error of each mask.
 """
 
 import math
@@ -74,7 +74,3 @@ def main() -> None:
         error = (out - exact(q, k, v, blocks)).abs().max()
         share = float(blocks.double().mean())
         print(f"{name:>16}: {share:4.0%} of the tiles, {sum(counts.values()):>10,} bytes, error {error:.1e}")
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,7 @@ One layer has N tokens of D = h d numbers. A product of matrices [a, b] and [b, 
 So all of it is 8 N D² + 4 N² D, and the quadratic part is the larger one from N = 2 D on. The number of heads is not in
 the sum: h heads of D / h cost what one head of D does. Only the softmax has it, 5 operations for each of h N² scores.
 
-`python -m flashtile_ladder.related.complexity` prints formulas and counts for a few shapes.
+`python -m flashtile_ladder related.complexity` prints formulas and counts for a few shapes.
 """
 
 import math
@@ -60,7 +60,3 @@ def main() -> None:
         words = "as the formulas" if counted == formulas(n, d, heads) else "NOT as the formulas"
         print(f"N = {n:>4}, {heads:>2} heads of {d:>3}: {sum(counted.values()) / 1e9:5.2f} G, {words};", end=" ")
         print(f"Q Kᵀ and P V {share:.0%}, softmax {softmax / 1e9:.2f} G more")
-
-
-if __name__ == "__main__":
-    main()

@@ -20,7 +20,7 @@ else: no copies, no maxima and sums, no instructions but products. A kernel does
 even its first line: operands of `mma.sync` pass through registers, by instructions of their own. The `hopper` backend
 of flashtile has the larger ones.
 
-`python -m flashtile_ladder.related.flash3` prints an error, and what the model has for each schedule.
+`python -m flashtile_ladder related.flash3` prints an error, and what the model has for each schedule.
 """
 
 import math
@@ -122,7 +122,3 @@ def main() -> None:
         shares = [busy(d), busy(d, pipelined=True), busy(d, warpgroups=2), busy(d, warpgroups=2, pipelined=True)]
         names = ("one after the other", "pipelined", "ping-pong", "both")
         print(f"d = {d:>3}:", ", ".join(f"{name} {share:.0%}" for name, share in zip(names, shares, strict=True)))
-
-
-if __name__ == "__main__":
-    main()

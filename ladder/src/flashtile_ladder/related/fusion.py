@@ -7,7 +7,7 @@ have an intensity far below any machine's ridge, so their time is that of their 
 Here A adds a bias row and B is the ReLU; `softmax_apart` and `softmax_fused` do the same for the scores of attention,
 whose scale and mask are two such operations before a softmax. FlashAttention is this idea, carried across a product.
 
-`python -m flashtile_ladder.related.fusion` prints bytes, launches and errors.
+`python -m flashtile_ladder related.fusion` prints bytes, launches and errors.
 """
 
 from collections.abc import Callable
@@ -69,7 +69,3 @@ def main() -> None:
             f"{name}: {sum(many.values()):,} bytes in {launches[0]} launches, {sum(few.values()):,} in {launches[1]}; "
             f"difference {(y - z).abs().max():.1e}"
         )
-
-
-if __name__ == "__main__":
-    main()

@@ -18,7 +18,7 @@ second is balanced at pi / beta operations for each byte, and weights reach that
 Keys and values do not: each sequence has its own, so attention keeps its g operations for each byte (g query heads for
 each key head) at any batch.
 
-`python -m flashtile_ladder.related.intensity` prints the curves and balance batches.
+`python -m flashtile_ladder related.intensity` prints the curves and balance batches.
 """
 
 from collections.abc import Iterable
@@ -108,7 +108,3 @@ def main() -> None:
     for batch in (1, 16, 256):
         parts_of = decode_intensity(MODELS[2], 1024, batch)
         print(f"GPT-2, 1024 keys, batch {batch}:", ", ".join(f"{name} {x:.1f}" for name, x in parts_of.items()))
-
-
-if __name__ == "__main__":
-    main()

@@ -21,7 +21,7 @@ each walking over every `workers`-th key block into its own dq; another kernel a
 dq takes `workers` times its memory in float32: most for few heads, and once for as many as there are multiprocessors.
 
 (`flash_bwd_launch_template.h` of Dao-AILab/flash-attention, version 2.) step10_variants.py compiles such variants,
-forward and backward, and its `backward` has workers. `python -m flashtile_ladder.related.launcher` prints both counts.
+forward and backward, and its `backward` has workers. `python -m flashtile_ladder related.launcher` prints both counts.
 """
 
 import itertools
@@ -99,7 +99,3 @@ def main() -> None:
         workers = deterministic_workers(132, batch, heads)
         size = dq_bytes(132, batch, heads, 4096, 128) / 2**20
         print(f"132 multiprocessors, batch {batch}, {heads:>2} heads: {workers:>3} workers, {size:,.0f} MiB of dq")
-
-
-if __name__ == "__main__":
-    main()

@@ -15,7 +15,7 @@ The error falls as 1 / sqrt(f) and grows with the norms of q and k, exponentiall
 
 FlashAttention is exact: quadratic in operations, linear in memory. These are linear in both, and not exact.
 
-`python -m flashtile_ladder.related.linear_attention` prints error and time against length and against features.
+`python -m flashtile_ladder related.linear_attention` prints error and time against length and against features.
 """
 
 import functools
@@ -97,7 +97,3 @@ def relative_error(count: int, n: int = 512, d: int = 64) -> float:
     q, k = q / 2, k / 2
     exact, _ = step06_flash2.attention(q, k, v)
     return float((attention(q, k, v, features=random_features(d, count)) - exact).norm() / exact.norm())
-
-
-if __name__ == "__main__":
-    main()

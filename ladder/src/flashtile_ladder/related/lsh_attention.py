@@ -13,7 +13,7 @@ A row does not see itself, for its own weight would be the largest one, unless i
 (Kitaev et al., "Reformer: The Efficient Transformer", 2020, sections 2 and 3.)
 
 What is approximate is which pairs are seen; exactness is lost, and on a GPU the sort and its scattered rows cost more
-than tiles of a fused kernel do, for lengths that fit. `python -m flashtile_ladder.related.lsh_attention` prints error,
+than tiles of a fused kernel do, for lengths that fit. `python -m flashtile_ladder related.lsh_attention` prints error,
 share of pairs and time against length and rounds.
 """
 
@@ -112,7 +112,3 @@ def main() -> None:
             ms = milliseconds(functools.partial(attention, q, v, **keywords), q.device)
             share = min(rounds * 128 / n, 1)
             print(f"  {rounds} rounds: error {error:.3f} of the result, {share:.0%} of the pairs at most, {ms:.1f} ms")
-
-
-if __name__ == "__main__":
-    main()

@@ -15,7 +15,7 @@ Or shift by m_new = max(lse, rowmax(S)), as early Triton kernels of the FlashAtt
 log is 1 and a small number, and little more than the rounding of lse is left (`shift="lse"`).
 
 As whole kernels: triton_any_size.py, and running_lse.cu. Here is lse alone, for rows so long that attention would take
-minutes. `python -m flashtile_ladder.related.running_lse` prints the errors of all three.
+minutes. `python -m flashtile_ladder related.running_lse` prints the errors of all three.
 """
 
 import math
@@ -63,7 +63,3 @@ def main() -> None:
     for n in (1024, 16384, 262144):
         found = errors(n)
         print(f"N = {n:>7,}: " + "; ".join(f"{name} {error:.1e}" for name, error in found.items()))
-
-
-if __name__ == "__main__":
-    main()

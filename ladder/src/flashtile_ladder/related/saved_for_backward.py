@@ -5,7 +5,7 @@ N²: P for the softmax, and with dropout the mask that it drew and the dropped P
 out and lse, and makes tiles of P again; with dropout it keeps the *state* of the random number generator, from which
 the same numbers are drawn again, tile by tile (step 5). Its operations in backward are five products for four.
 
-The counts are of what autograd really keeps, by its own hooks. `python -m flashtile_ladder.related.saved_for_backward`
+The counts are of what autograd really keeps, by its own hooks. `python -m flashtile_ladder related.saved_for_backward`
 prints them.
 """
 
@@ -74,7 +74,3 @@ def main() -> None:
             many, few = (saved_bytes(function, n, d, dropout_p) for function in (standard, flash))
             name = "dropout" if dropout_p else "plain"
             print(f"N = {n:>4}, {name:>7}: standard keeps {many / 2**20:6.2f} MiB, flash {few / 2**20:5.2f} MiB")
-
-
-if __name__ == "__main__":
-    main()

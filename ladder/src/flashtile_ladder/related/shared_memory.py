@@ -22,7 +22,7 @@ Br + Bc is proportional to 1 / d. The bytes of a pass, N² d / Br of K and V, gr
 34 KB and not 36, and 82 KB are given for 16 keys, which take 74.25. (32 keys take 82.5, and 49.5 became 50.) The same
 account once writes 8M where it means 8 KB.
 
-`python -m flashtile_ladder.related.shared_memory` prints the table; `flashtile-ladder --table shared` has times.
+`python -m flashtile_ladder related.shared_memory` prints the table; `flashtile-ladder --table shared` has times.
 """
 
 import math
@@ -115,7 +115,3 @@ def main() -> None:
         rows = max(r for r in range(16, 1024, 16) if largest_keys(STATIC_LIMIT, r, d) >= r)
         mib = streamed_bytes(4096, rows, d) / 2**20
         print(f"d = {d:>3}: 48 KB hold square tiles of {rows:>3}, K and V are {mib:.0f} MiB for N = 4096")
-
-
-if __name__ == "__main__":
-    main()

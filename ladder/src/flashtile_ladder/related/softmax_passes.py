@@ -12,7 +12,7 @@ output in a second one, in which it makes each score again. It reads K twice and
 `attention` does with one pass, by correcting the output as it corrects l. That reads K once, for one multiplication of
 the output for each key (or tile) more.
 
-`python -m flashtile_ladder.related.softmax_passes` prints accesses, bytes and errors.
+`python -m flashtile_ladder related.softmax_passes` prints accesses, bytes and errors.
 """
 
 import math
@@ -106,7 +106,3 @@ def main() -> None:
     for name, function in (("one pass", step06_flash2.attention), ("two passes", attention)):
         counts, (out, _) = count(function, [q, k, v])
         print(f"attention in {name}: {counts['read']:,} bytes read, error {(out - truth).abs().max():.1e}")
-
-
-if __name__ == "__main__":
-    main()

@@ -12,7 +12,7 @@ A piece may begin in the middle of an output tile and end in the middle of anoth
 over different keys merge by their log-sum-exp in any grouping (step 1). FlashDecoding splits (Dao et al., 2023), Lean
 Attention streams (Sanovar et al., 2024; after Osama et al., "Stream-K", 2023).
 
-`python -m flashtile_ladder.related.stream_k` prints the share of time in which workers are busy.
+`python -m flashtile_ladder related.stream_k` prints the share of time in which workers are busy.
 """
 
 import itertools
@@ -95,7 +95,3 @@ def main() -> None:
         fixed = {splits: busy(outputs, keys, workers, splits)[0] for splits in (2, 4, 8)}
         print(f"{name}: whole {whole:.0%}, fixed", ", ".join(f"{s} splits {x:.0%}" for s, x in fixed.items()), end="")
         print(f", stream-K {streamed:.0%}")
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,7 @@ since [O_1 O_2] [W_1; W_2] = O_1 W_1 + O_2 W_2. The sum is an all-reduce of [N, 
 backward: a ring sends 2 (P - 1) / P N D numbers from each device. With groups of heads that share keys, P is at most
 the number of key heads, or keys are copied (Shoeybi et al., "Megatron-LM", 2019, section 3).
 
-`python -m flashtile_ladder.related.tensor_parallel` prints errors, weights and numbers sent for 1 to 8 devices.
+`python -m flashtile_ladder related.tensor_parallel` prints errors, weights and numbers sent for 1 to 8 devices.
 """
 
 import math
@@ -63,7 +63,3 @@ def main() -> None:
         weights = sum(w.numel() for w in shards(w_qkv, w_out, heads, devices)[0])
         sent = numbers_sent(n, width, devices)
         print(f"{devices} devices: {weights:,} weights and {sent:,.0f} numbers sent by each, error {error:.1e}")
-
-
-if __name__ == "__main__":
-    main()

@@ -13,7 +13,7 @@ hold three tiles: M >= 3 T² elements. Flash attention is two such products with
 A GPU hides the time of the reads too: while one pair of tiles is multiplied, the next pair is on its way into a second
 buffer (`cp.async` in step 9, `num_stages` in step 8). The bytes are the same.
 
-`python -m flashtile_ladder.related.tiled_matmul` prints bytes and errors for tiles of 1 to 16.
+`python -m flashtile_ladder related.tiled_matmul` prints bytes and errors for tiles of 1 to 16.
 """
 
 import math
@@ -88,7 +88,3 @@ def main() -> None:
             f"{2 * n**3 / moved:5.2f} operations for each byte, error {(c - exact).abs().max():.1e}"
         )
     print(f"192 KB of float32 hold three tiles of {largest_tile(48 * 1024)}")
-
-
-if __name__ == "__main__":
-    main()

@@ -15,7 +15,7 @@ step 6's. "running lse" carries lse in the place of l, in as many numbers, and t
 
     lse = m_new + log(exp(lse - m_new) + rowsum(P))          at the end: O = exp(m - lse) acc
 
-Limits: d up to 128, forward only. `TRITON_INTERPRET=1 python -m flashtile_ladder.related.triton_any_size` prints errors
+Limits: d up to 128, forward only. `TRITON_INTERPRET=1 python -m flashtile_ladder related.triton_any_size` prints errors
 of all three.
 """
 # pyright: reportInvalidTypeForm=false
@@ -120,9 +120,3 @@ def main() -> None:
         exact = torch.softmax(q.double() @ k.double().mT / math.sqrt(d), dim=1) @ v.double()  # [N, d]
         errors = {x: float((attention(q, k, v, softmax=x)[0] - exact).abs().max()) for x in SOFTMAXES}
         print(f"N = {n:>3}, d = {d:>2}: error of", ", of ".join(f"{name} {x:.1e}" for name, x in errors.items()))
-
-
-if __name__ == "__main__":
-    from .._host.alone import guarded
-
-    guarded(main)

@@ -14,7 +14,7 @@ In float32 exp(x - phi) is infinite above 88.7 and loses digits below -87.3, and
 row is taken again unless its largest score is within `RANGE` of phi. Smaller scores than the largest may vanish:
 their weights are below exp(-87 + RANGE) of the largest.
 
-`python -m flashtile_ladder.related.unified_max` prints errors and rows taken again for small and large scores.
+`python -m flashtile_ladder related.unified_max` prints errors and rows taken again for small and large scores.
 """
 
 import math
@@ -70,7 +70,3 @@ def main() -> None:
         error = (attention(factor * q, k, v)[0] - torch.softmax(s, dim=1) @ v.double()).abs().max()
         again = rows_taken_again(factor * q, k)
         print(f"scores up to {s.abs().max():5.1f}: {again} of {n} rows taken again, error {error:.1e}")
-
-
-if __name__ == "__main__":
-    main()
