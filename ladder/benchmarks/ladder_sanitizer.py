@@ -29,7 +29,7 @@ def run_kernels() -> None:
     """Every kernel of attention in CUDA C++ once or twice: partial tiles, causal or not."""
     import torch
 
-    from flashtile_ladder._host.cuda_steps import registers, rows, split_keys, stages, tensor_cores, warps
+    from flashtile_ladder._host.cuda_steps import registers, rows, split_keys, stages, tensor_cores_of, warps
     from flashtile_ladder._host.cuda_steps import running_lse as running_lse_cuda
     from flashtile_ladder.related import block_query
 
@@ -43,10 +43,10 @@ def run_kernels() -> None:
         block_query.attention(q16, k16, v16, reduction=reduction)
     stages.attention(q16, k16, v16, True)
     for number in (1, 2):
-        tensor_cores.attention(q16, k16, v16, True, stages=number)
-        tensor_cores.attention(q16, k16, v16, True, block_m=128, stages=number)
+        tensor_cores_of(stages=number).attention(q16, k16, v16, True)
+        tensor_cores_of(128, stages=number).attention(q16, k16, v16, True)
         q_wide, k_wide, v_wide = torch.randn(3, 77, 248, device="cuda").half()
-        tensor_cores.attention(q_wide, k_wide, v_wide, block_n=32, stages=number)
+        tensor_cores_of(64, 32, number).attention(q_wide, k_wide, v_wide)
     torch.cuda.synchronize()
 
 

@@ -11,7 +11,7 @@ import torch
 
 from flashtile_ladder._host import cpp as step03_cpp
 from flashtile_ladder._host import cuda_compile, cuda_launch
-from flashtile_ladder._host.cuda_steps import tensor_cores, warps
+from flashtile_ladder._host.cuda_steps import tensor_cores, tensor_cores_of, warps
 
 SOURCE = Path(__file__).parent / "driver.c"
 pytestmark = pytest.mark.skipif(step03_cpp.compiler() is None, reason="there is no C++ compiler")
@@ -72,11 +72,11 @@ def test_more_than_48_kb_of_shared_memory_are_asked_for(driver: ctypes.CDLL) -> 
     tensor_cores.attention(q[:, :64], q[:, :64], q[:, :64])
     record = Record.in_dll(driver, "record")
     assert (record.shared, record.allowed) == (18 * 1024, 0), "48 KB need no attribute"
-    tensor_cores.attention(q, q, q, stages=2)
+    tensor_cores_of(stages=2).attention(q, q, q)
     assert (record.shared, record.allowed) == (2 * 264 * 192, 2 * 264 * 192)
     assert (tuple(record.grid), tuple(record.block)) == ((2, 1, 1), (128, 1, 1))
     with pytest.raises(ValueError, match="311,829 bytes of shared memory, and this GPU allows it 232,448"):
-        tensor_cores.attention(q, q, q, block_m=512)
+        tensor_cores_of(512).attention(q, q, q)
     assert record.launches == 2
 
 

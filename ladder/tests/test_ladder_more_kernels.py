@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashtile_ladder._host import cuda_compile, triton_or_not
 from flashtile_ladder._host.cuda_steps import running_lse as running_lse_cuda
-from flashtile_ladder._host.cuda_steps import split_keys, tensor_cores, tile_bytes
+from flashtile_ladder._host.cuda_steps import split_keys, tensor_cores_of, tile_bytes
 from flashtile_ladder._host.emulation import ORDERS, EmulationError, emulation
 from flashtile_ladder.related import block_query, shared_memory, triton_any_size
 
@@ -108,8 +108,8 @@ def test_cuda_in_the_emulation(name: str) -> None:
 
 
 HALVES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "tensor cores, one stage": (tensor_cores, {"block_n": 32}),
-    "tensor cores, two stages": (tensor_cores, {"block_m": 128, "block_n": 32, "stages": 2}),
+    "tensor cores, one stage": (tensor_cores_of(block_n=32), {}),
+    "tensor cores, two stages": (tensor_cores_of(128, 32, 2), {}),
     "split keys": (split_keys, {}),
 }
 
@@ -124,8 +124,8 @@ def near_in_half(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], 
 def test_cuda_in_16_bits_in_the_emulation(name: str) -> None:
     """Partial tiles of rows and keys, warps that see no key, grouped heads; a d that is no tile's width."""
     module, keywords = HALVES[name]
-    d = 24 if module is tensor_cores else 32
-    rows = keywords.get("block_m", 64)
+    d = 24 if module is not split_keys else 32
+    rows = module.rows_for_a_read
     for order, n, causal in (("forward", 3, False), ("backward", rows, True), ("shuffled", rows + 6, True)):
         q, k, v = torch.randn(3, n, d).half()
         with emulation(order):
@@ -151,8 +151,8 @@ def test_block_query_in_16_bits_in_the_emulation() -> None:
 BARRIERS = {  # what a text of a kernel becomes without it, and the call that shows it
     "a level of the tree": (block_query, {"reduction": "tree"}, "__syncthreads();  // this level is complete", "//"),
     "two stages, copies": (
-        tensor_cores,
-        {"stages": 2},
+        tensor_cores_of(stages=2),
+        {},
         "    wait_for_copies();\n    __syncthreads();",
         "    wait_for_copies();",
     ),
@@ -190,7 +190,9 @@ def test_cuda_compiles_for_a_gpu_that_is_not_here() -> None:
     no_spills = ("--ptxas-options=--warn-on-spills", "--ptxas-options=--warning-as-error")
     half = torch.float16
     sources = [(module, module.source_for(64, *keywords.values())) for module, keywords in KERNELS.values()]
-    sources += [(tensor_cores, tensor_cores.source_for(x.d, **x.keywords)) for x in shared_memory.MEASURED[-5::4]]
+    sources += [
+        (step, step.source_for(x.d)) for x in shared_memory.MEASURED[-5::4] for step in [tensor_cores_of(**x.keywords)]
+    ]
     sources += [(split_keys, split_keys.source_for(64))]
     sources += [(block_query, block_query.source_for(64, "tree", half))]
     for module, source in sources:
@@ -205,7 +207,7 @@ def test_shared_memory_is_the_formulas() -> None:
     assert tile_bytes(24, 128) == shared_memory.Tile(64, 64, 32).bytes
     for keywords in ({"block_m": 40}, {"block_n": 8}, {"stages": 3}):
         with pytest.raises(ValueError, match="multiples of 16"):
-            tensor_cores.attention(*torch.zeros(3, 5, 16), **keywords)
+            tensor_cores_of(**keywords)
 
 
 @pytest.mark.gpu
@@ -221,7 +223,7 @@ def test_on_a_gpu() -> None:
     for tile in shared_memory.MEASURED:
         q, k, v = torch.randn(3, 1000, tile.d, device="cuda").half()
         for causal in (False, True):
-            found = tensor_cores.attention(q, k, v, causal, **tile.keywords)
+            found = tensor_cores_of(**tile.keywords).attention(q, k, v, causal)
             assert near_in_half(found, exact(q, k, v, causal), float(v.abs().max())), (tile, causal)
     for n, d in ((3, 16), (130, 32), (1000, 64)):
         q, k, v = torch.randn(3, n, d, device="cuda").half()

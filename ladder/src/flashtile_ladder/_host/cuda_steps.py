@@ -81,49 +81,6 @@ class CudaStep:
         return call.out, call.lse
 
 
-class TensorCores(CudaStep):
-    """Step 9's last kernel, whose tiles are chosen by the call and lie in dynamic shared memory."""
-
-    def source_for(
-        self,
-        d: int,
-        dtype: torch.dtype | None = None,
-        *flags: str,
-        block_m: int = 64,
-        block_n: int = 64,
-        stages: int = 1,
-    ) -> Source:
-        tile: dict[str, Any] = {"BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": stages}
-        half = PTX_TYPES[dtype or torch.float16]
-        return source(self.file, *flags, replaced=self.replaced, HEAD_DIM=d, HALF=half, **tile)
-
-    def attention(  # type: ignore[override]  # with sizes of a tile, and without bugs
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        causal: bool = False,
-        scale: float | None = None,
-        *,
-        block_m: int = 64,
-        block_n: int = 64,
-        stages: int = 1,
-    ) -> tuple[Tensor, Tensor]:
-        """As the other kernels; `block_m` and `block_n` are multiples of 16, `stages` is 1 or 2.
-
-        Raises:
-            CudaUnavailableError: there is no GPU, or no compiler.
-            ValueError: a shape or dtype that the kernel does not take, or a tile that is larger than the GPU allows.
-        """
-        if block_m % 16 or not 0 < block_m <= 512 or block_n % 16 or block_n <= 0 or stages not in (1, 2):
-            raise ValueError(f"tiles of {block_m} x {block_n}, {stages} stages: multiples of 16, and 1 or 2 stages")
-        call = cuda_launch.prepare(q, k, v, causal, scale, head_dims=self.HEAD_DIMS, dtypes=self.dtypes)
-        compiled = self.source_for(q.shape[-1], q.dtype, block_m=block_m, block_n=block_n, stages=stages)
-        grid, size = tall(block_m)(call), tile_bytes(q.shape[-1], block_m + stages * block_n)
-        cuda_launch.launch(compiled, self.NAME, grid, (2 * block_m, 1), *call.arguments, shared_bytes=size)
-        return call.out, call.lse
-
-
 def tile_bytes(d: int, rows: int) -> int:
     """Of so many rows of 16-bit numbers: as wide as the next multiple of 16, and 16 bytes more."""
     return 2 * (blocks(d, 16) * 16 + 8) * rows
@@ -188,15 +145,30 @@ registers = CudaStep(
     rows_for_a_read=64,
     bugs=BUGS,
 )
-tensor_cores = TensorCores(
-    "step09_cuda_tensor_cores.cu",
-    "attention_tensor_cores",
-    tuple(range(8, 257, 8)),
-    (128, 1),
-    tall(64),
-    HALVES,
-    rows_for_a_read=64,
-)
+
+
+def tensor_cores_of(block_m: int = 64, block_n: int = 64, stages: int = 1) -> CudaStep:
+    """Step 9's fourth kernel in tiles of `block_m` rows and `block_n` keys, with one buffer or two of them.
+
+    Raises:
+        ValueError: a tile that is no multiple of 16, or more rows than a block has warps for.
+    """
+    if block_m % 16 or not 0 < block_m <= 512 or block_n % 16 or block_n <= 0 or stages not in (1, 2):
+        raise ValueError(f"tiles of {block_m} x {block_n}, {stages} stages: multiples of 16, and 1 or 2 stages")
+    return CudaStep(
+        "step09_cuda_tensor_cores.cu",
+        "attention_tensor_cores",
+        tuple(range(8, 257, 8)),
+        (2 * block_m, 1),
+        tall(block_m),
+        HALVES,
+        macros={"BLOCK_M": block_m, "BLOCK_N": block_n, "STAGES": stages},
+        rows_for_a_read=block_m,
+        shared_bytes=lambda d: tile_bytes(d, block_m + stages * block_n),
+    )
+
+
+tensor_cores = tensor_cores_of()
 stages = CudaStep(
     "step09_cuda_stages.cu",
     "attention_stages",

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import step07_numba_cuda, step08_triton_lse, step09_hopper
 from .._host import cuda_launch
 from .._host.cuda_compile import CudaUnavailableError, Source
-from .._host.cuda_steps import registers, rows, split_keys, stages, tensor_cores, tile_bytes, warps
+from .._host.cuda_steps import registers, rows, split_keys, stages, tensor_cores, tensor_cores_of, warps
 from .._host.gluon_or_not import hopper_problem
 from ..measure import memory_levels, memory_patterns
 from ..related import block_query, shared_memory
@@ -153,7 +153,7 @@ def taken(name: str, call: Call, device: torch.device) -> dict[str, Any]:
         return dict(zip(names, numba_takes(step07_numba_cuda.kernel(64)), strict=True))
     kernel = None if call.source is None else compiled(call.source, call.name, device)
     found: dict[str, Any] = {x: kernel and getattr(kernel, x) for x in names}
-    asked = {tensor_cores.NAME: tile_bytes(64, 64 + 64), stages.NAME: stages.shared_bytes(64)}  # by the launch
+    asked = {step.NAME: step.shared_bytes(64) for step in (tensor_cores, stages)}  # by the launch
     if kernel is not None:
         found["shared_bytes"] += asked.get(call.name, 0)
     return found
@@ -188,13 +188,14 @@ def shared(device: torch.device) -> Measurement:
         yield f"{tile}"
         one = inputs(n, tile.d, device)
         q, k, v = (x.half().expand(1, CUDA_HEADS, n, tile.d).contiguous() for x in one)
-        run = functools.partial(tensor_cores.attention, q, k, v, **tile.keywords)
+        step = tensor_cores_of(**tile.keywords)
+        run = functools.partial(step.attention, q, k, v)
         row = {"head_dim": tile.d, "tile": f"{tile.rows} x {tile.keys}", "stages": tile.stages}
         row["shared_kb"] = tile.bytes / shared_memory.KB
         row["ms"] = memory_patterns.fastest_ms(run)
         row["tflops"] = 4 * CUDA_HEADS * n * n * tile.d / row["ms"] / 1e9
         row["error"] = error_of(run()[0][0, -1], *(x[0, -1] for x in (q, k, v)))
-        kernel = compiled(tensor_cores.source_for(tile.d, **tile.keywords), tensor_cores.NAME, device)
+        kernel = compiled(step.source_for(tile.d), step.NAME, device)
         table.rows.append(row | {"registers": kernel.registers, "spilled_bytes": kernel.spilled_bytes})
     most = cuda_launch.most_shared_bytes(device)
     table.notes.append(

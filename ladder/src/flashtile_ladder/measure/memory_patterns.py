@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .._host import cuda_launch
 from .._host.cuda_compile import source
-from .._host.cuda_steps import CudaStep, registers, tensor_cores, tile_bytes
+from .._host.cuda_steps import CudaStep, registers, tensor_cores
 
 STRIDES = (1, 2, 4, 8, 16, 32)
 NUMBERS = 2**27  # 512 MiB: ten times what an H200's L2 holds
@@ -58,18 +58,17 @@ class Padded(NamedTuple):
     dtype: torch.dtype
     text: str
     without: str
-    rows: int = 0  # in dynamic shared memory
 
     def run(self, call: cuda_launch.Call) -> None:
         """As the step's `attention` does, but for the padding."""
         compiled = self.step.source_for(call.q.shape[-1], self.dtype)._replace(replaced=(self.text, self.without))
-        size, grid = tile_bytes(call.q.shape[-1], self.rows), self.step.grid(call)
+        size, grid = self.step.shared_bytes(call.q.shape[-1]), self.step.grid(call)
         cuda_launch.launch(compiled, self.step.NAME, grid, self.step.threads, *call.arguments, shared_bytes=size)
 
 
 PADDED = {
     "registers": Padded(registers, torch.float32, "k_tile[BLOCK][D + 1];", "k_tile[BLOCK][D];"),
-    "tensor cores": Padded(tensor_cores, torch.float16, "STRIDE = D + 8;", "STRIDE = D;", 128),
+    "tensor cores": Padded(tensor_cores, torch.float16, "STRIDE = D + 8;", "STRIDE = D;"),
 }
 
 

@@ -60,7 +60,7 @@ class Tile(NamedTuple):
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Those of step 9's `attention`."""
+        """Those of step 9's `tensor_cores_of`."""
         return {"block_m": self.rows, "block_n": self.keys, "stages": self.stages}
 
 
