@@ -297,6 +297,23 @@ def sanitizer() -> str:
     return f"{table}\n\n*Not run yet:* {', '.join(left)} (`{command}`)." if left else table
 
 
+def parts() -> str:
+    """What the last kernels of steps 8 and 9 take without one of their parts."""
+    path = ladder_stored.COUNTERS / "h200-step-parts.json"
+    if not path.exists():
+        raise MissingError(f"python benchmarks/step_parts.py --out {path.relative_to(ladder_stored.ROOT)}")
+    found = json.loads(path.read_text())["rows"]
+    body, words = [], []
+    for step in dict.fromkeys(row["step"] for row in found):
+        whole, *without = (row for row in found if row["step"] == step)
+        most = min(without, key=lambda row: row["of_whole"])
+        cells = [f"{row['without']} {100 * (1 - row['of_whole']):.0f}%" for row in without]
+        body.append([code(step), figure(whole["ms"]), figure(whole["peak_percent"]), ", ".join(cells)])
+        words.append(f"{code(step)}: {most['without']}")
+    heading = ("step", "ms", "% of peak", "time that goes with a part")
+    return f"{markdown(heading, body)}\n\n{paragraph('Most goes with, ' + '; '.join(words) + '.')}"
+
+
 def taken() -> str:
     """Registers, local memory and shared memory of step 9's kernels."""
     found = rows("h200", "cuda", "registers")

@@ -68,3 +68,18 @@ def test_findings_of_the_sanitizer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", run)
     found = {tool: sanitizer.checked(tool, "kernels", "tool")["errors"] for tool in sanitizer.TOOLS}
     assert found == {"memcheck": 0, "racecheck": 3, "synccheck": None}
+
+
+def test_parts_of_kernels_are_where_they_are_said_to_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each text occurs once, and what is left is a module; the kernel in CUDA C++ compiles where there is a compiler."""
+    parts = script("step_parts", monkeypatch)
+    for change in parts.STAGES.values():
+        source = parts.stages(change).source_for(128)
+        assert source.text != parts.stages(()).source_for(128).text
+    if cuda_compile.nvrtc() is not None or cuda_compile.nvcc() is not None:
+        assert cuda_compile.cubin(source, 90)
+    for step, changes in ((parts.step09_hopper, parts.HOPPER), (parts.step08_triton_backward, parts.BACKWARD)):
+        for change in changes.values():
+            assert callable(parts.module(step, change, tmp_path).attention)
+    with pytest.raises(ValueError, match="occurs 0 times"):
+        parts.changed("text", (("other", ""),))
