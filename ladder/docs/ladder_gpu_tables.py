@@ -309,9 +309,9 @@ def parts() -> str:
         most = min(without, key=lambda row: row["of_whole"])
         cells = [f"{row['without']} {100 * (1 - row['of_whole']):.0f}%" for row in without]
         body.append([code(step), figure(whole["ms"]), figure(whole["peak_percent"]), ", ".join(cells)])
-        words.append(f"{code(step)}: {most['without']}")
+        words.append(f"{most['without']} ({code(step)})")
     heading = ("step", "ms", "% of peak", "time that goes with a part")
-    return f"{markdown(heading, body)}\n\n{paragraph('Most goes with, ' + '; '.join(words) + '.')}"
+    return f"{markdown(heading, body)}\n\n{paragraph('Most time goes with ' + ', '.join(words) + '.')}"
 
 
 def taken() -> str:

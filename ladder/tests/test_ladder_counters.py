@@ -71,7 +71,7 @@ def test_findings_of_the_sanitizer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_parts_of_kernels_are_where_they_are_said_to_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each text occurs once, and what is left is a module; the kernel in CUDA C++ compiles where there is a compiler."""
+    """Each text occurs once, and what is left is a module; CUDA C++ compiles where there is a compiler."""
     parts = script("step_parts", monkeypatch)
     for change in parts.STAGES.values():
         source = parts.stages(change).source_for(128)
