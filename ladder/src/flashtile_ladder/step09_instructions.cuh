@@ -1,4 +1,4 @@
-// The instructions of step 9's last kernel, and of other kernels for 16-bit numbers, that C++ has no words for.
+// The instructions of step 9's two kernels for tensor cores, and of split_keys.cu, that C++ has no words for.
 // Those for matrices are executed by a warp's 32 lanes together.
 // HALF is the name of the 16-bit type in PTX, f16 or bf16, and set when this is compiled.
 #ifndef STEP09_INSTRUCTIONS

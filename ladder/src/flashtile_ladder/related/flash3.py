@@ -1,6 +1,6 @@
 """FlashAttention-3's order of operations: the softmax of one tile during the products of another.
 
-Step 9's last kernel waits for each product before it goes on. Hopper's `wgmma` is asynchronous: four warps (a
+Step 9's kernels of `mma.sync` wait for each product before they go on. Hopper's `wgmma` is asynchronous: four warps (a
 warpgroup) issue a product of 64 rows, whose operands lie in shared memory, and go on until they ask for its result. One
 thread issues the copies (TMA), so no other thread computes an address. What can run meanwhile? The softmax, on another
 unit. A multiprocessor of an H100 or H200 does 4,096 floating-point operations of 16-bit products in a cycle, and 16
@@ -16,9 +16,9 @@ the paper (Shah et al., "FlashAttention-3", 2024, sections 3.1 and 3.2):
 
 `attention` is the pipelined loop (the paper's algorithm 2) with torch operations: the same sums as step 6, in another
 order. `busy` has the share of the time in which the tensor cores work, by a model with these two units and nothing
-else: no copies, no maxima and sums, no instructions but products. A kernel does not reach it, and step 9 stays below
-even its first line: operands of `mma.sync` pass through registers, by instructions of their own. The `hopper` backend
-of flashtile has the larger ones.
+else: no copies, no maxima and sums, no instructions but products. A kernel does not reach it, and `mma.sync` stays
+below even its first line: operands pass through registers, by instructions of their own. step09_hopper is
+pipelined, and its two warpgroups may take turns, which nothing makes them do.
 
 `python -m flashtile_ladder related.flash3` prints an error, and what the model has for each schedule.
 """

@@ -2,7 +2,7 @@
 //
 // A block of 4 warps has 64 rows, and goes through tiles of 64 keys. There are two ways to give each warp a quarter:
 //
-//     split-Q    16 rows, and all 64 keys of a tile (FlashAttention-2; step 9's last kernel). A warp's rows are its
+//     split-Q    16 rows, and all 64 keys of a tile (FlashAttention-2; step 9's fourth kernel). A warp's rows are its
 //                own: m, l and acc stay in its registers, and warps exchange nothing
 //     split-K    16 keys of each tile, and all 64 rows (here). Each warp has a state of every row, so four times the
 //                accumulators, and the four states are merged through shared memory: m and l, then one acc after another
