@@ -307,9 +307,9 @@ def parts() -> str:
     for step in dict.fromkeys(row["step"] for row in found):
         whole, *without = (row for row in found if row["step"] == step)
         most = min(without, key=lambda row: row["of_whole"])
-        cells = [f"{row['without']} {100 * (1 - row['of_whole']):.0f}%" for row in without]
+        cells = [f"{row['without']} {max(0.0, 100 * (1 - row['of_whole'])):.0f}%" for row in without]
         body.append([code(step), figure(whole["ms"]), figure(whole["peak_percent"]), ", ".join(cells)])
-        words.append(f"{most['without']} ({code(step)})")
+        words.append(f"{most['without'] if most['of_whole'] < 0.95 else 'none of these'} ({code(step)})")
     heading = ("step", "ms", "% of peak", "time that goes with a part")
     return f"{markdown(heading, body)}\n\n{paragraph('Most time goes with ' + ', '.join(words) + '.')}"
 
