@@ -97,3 +97,12 @@ def test_pages() -> None:
     assert_same((out, packed_formula(q, k, v, CU_Q, CU_K, causal=True)[0]))
     with pytest.raises(ArgumentError, match="`return_attn_probs`"):
         flash_attn_varlen_func(q, *pages, CU_Q, CU_K, 5, 5, 0.1, return_attn_probs=True, block_table=table)
+
+
+def test_packed_forms_have_no_pages() -> None:
+    """As in the original, by name and by position."""
+    qkv = randn(8, 3, HQ, D)
+    with pytest.raises(TypeError, match="block_table"):
+        flash_attn_varlen_kvpacked_func(qkv[:, 0], qkv[:, 1:], CU_Q, CU_Q, 5, 5, block_table=None)
+    with pytest.raises(TypeError, match="positional"):
+        flash_attn_varlen_qkvpacked_func(qkv, CU_Q, 5, 0.0, None, False, (-1, -1), 0.0, None, False, False, None)

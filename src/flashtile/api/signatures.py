@@ -4,6 +4,7 @@ The overloads of `api` take keywords as these dictionaries, so that `return_lse`
 no signature is written more than once.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, Literal, Required, TypedDict, TypeVar
@@ -22,8 +23,8 @@ MaskArgument = Tensor | MaskMod | FlexBlockMask | Callable[[Tensor, Tensor, Tens
 ScoreModArgument = ScoreMod | Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None
 
 
-class Keywords(TypedDict, total=False):
-    """Keywords of every attention function but `return_lse`."""
+class SharedKeywords(TypedDict, total=False):
+    """Keywords of every attention function, sharded ones too, but `return_lse`."""
 
     causal: Causal
     window: WindowArgument
@@ -31,36 +32,29 @@ class Keywords(TypedDict, total=False):
     mask: MaskArgument
     scale: float | None
     softcap: float | None
-    bias: Tensor | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
     score_mod: ScoreModArgument
     dropout_p: float
+    deterministic: bool | None
+    backend: str
+
+
+class Keywords(SharedKeywords, total=False):
+    """Keywords of every function of one device."""
+
+    bias: Tensor | None
     dropout_seed: int | Tensor | None
     num_splits: int | None
     v_dim: int | None
-    deterministic: bool | None
     batch_invariant: bool
     out: Tensor | None
-    backend: str
 
 
-class ShardedKeywords(TypedDict, total=False):
+class ShardedKeywords(SharedKeywords, total=False):
     """Keywords of both functions of `flashtile.distributed` for whole sequences."""
 
-    causal: Causal
-    window: WindowArgument
-    attention_chunk: int | None
-    mask: MaskArgument
-    scale: float | None
-    softcap: float | None
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
-    score_mod: ScoreModArgument
-    dropout_p: float
     dropout_seed: int | None
-    deterministic: bool | None
-    backend: str
 
 
 class VarlenKeywords(Keywords, total=False):
@@ -102,7 +96,8 @@ def options_of(original: Callable[..., Any], *, without: tuple[str, ...] = ()) -
 
     Args:
         original: its parameters with a default follow the function's own.
-        without: names of those that the function does not have.
+        without: names of those that the function does not have. It refuses them as other functions refuse unknown
+            arguments, by a TypeError.
     """
 
     def with_signature(function: Function) -> Function:
@@ -114,7 +109,17 @@ def options_of(original: Callable[..., Any], *, without: tuple[str, ...] = ()) -
             for name, x in inspect.signature(original).parameters.items()
             if x.default is not inspect.Parameter.empty and name not in own and name not in without
         ]
-        function.__signature__ = signature.replace(parameters=[*own.values(), *options])  # type: ignore[attr-defined]
-        return function
+        shown = signature.replace(parameters=[*own.values(), *options])
+        most = sum(x.kind is not inspect.Parameter.KEYWORD_ONLY for x in shown.parameters.values())
+
+        @functools.wraps(function)
+        def refusing(*arguments: Any, **keywords: Any) -> Any:
+            if len(arguments) > most or any(name in keywords for name in without):
+                shown.bind(*arguments, **keywords)  # raises
+            return function(*arguments, **keywords)
+
+        with_options: Any = refusing if without else function
+        with_options.__signature__ = shown
+        return with_options  # type: ignore[no-any-return]
 
     return with_signature
