@@ -17,7 +17,7 @@ from derivatives import OF_HOPPER, label_of
 
 from flashtile.api.explain import QKV, described_call
 from flashtile.backend.gpu.cost import Cost
-from flashtile.backend.gpu.rates import ESTIMATED, PARTS, rates_of_like
+from flashtile.backend.gpu.rates import ESTIMATED, PARTS, Rates, rates_of_like
 from flashtile.backend.hopper import support as hopper
 from flashtile.backend.hopper.plan import cost as hopper_cost
 from flashtile.backend.hopper.plan import tables as hopper_tables
@@ -51,10 +51,12 @@ def cost_of(cell: str, label: str) -> Cost | None:
     return hopper_cost.tangents(problem, H200, forward, config, QKV)
 
 
-def step_of(cost: Cost, microseconds: float) -> tuple[str, float]:
-    """The kernel's name, and the time of its step at which the call takes as long as measured."""
+def step_of(cost: Cost, microseconds: float, like: Rates) -> tuple[str, float]:
+    """The kernel's name, and the time of its step at which the call takes as long as measured, with other rates of a
+    `like` chip.
+    """
     kernel = next(x for x in cost.counts if " tangents " in x and x.endswith(" step")).removesuffix(" step")
-    rates = dict(rates_of_like(H200)) | {name: rates_of_like(H200)[name] for name in (*cost.counts, *cost.limits)}
+    rates = dict(like) | {name: like[name] for name in (*cost.counts, *cost.limits)}
     low, high = 0.0, microseconds
     for _ in range(STEPS):
         step = (low + high) / 2
@@ -64,10 +66,10 @@ def step_of(cost: Cost, microseconds: float) -> tuple[str, float]:
 
 
 def lines(file: Path) -> list[str]:
-    steps = defaultdict(list)
+    steps, like = defaultdict(list), rates_of_like(H200)
     for row in csv.DictReader(file.read_text().splitlines()):
         if (cost := cost_of(row["cell"], row["backend, tile"])) is not None:
-            kernel, step = step_of(cost, 1e3 * float(row["jvp ms"]))
+            kernel, step = step_of(cost, 1e3 * float(row["jvp ms"]), like)
             steps[kernel].append(step)
     found = []
     for kernel, times in sorted(steps.items()):

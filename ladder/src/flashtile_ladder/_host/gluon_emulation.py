@@ -206,7 +206,7 @@ class Machine:
         self.pause()
 
     def names(self) -> dict[str, Any]:
-        """What stands for Gluon's names."""
+        """Stand-ins by the names that the kernel's file has from Gluon."""
         nothing = SimpleNamespace
         gl = SimpleNamespace(
             float32=torch.float32, int64="barrier", cdiv=lambda a, b: -(-a // b), minimum=min, static_range=range,

@@ -75,7 +75,7 @@ class Problem(NamedTuple):
 
     @property
     def precision(self) -> str:
-        """Of Triton's products."""
+        """The `input_precision` of Triton's products."""
         return "tf32" if self.label == "TF32" else "ieee"
 
     @property
