@@ -41,7 +41,9 @@ def step_of(
         for column, page in enumerate(row):
             pages[page, max(0, min(64, n - 64 * column)) :] = math.nan
     q = torch.randn(len(lengths), queries, heads, D, generator=generator, device=device, dtype=torch.float32)
-    return Step(q.clamp(-1, 1).to(dtype), pages.to(dtype), table, torch.tensor(lengths, dtype=torch.int32, device=device))
+    return Step(
+        q.clamp(-1, 1).to(dtype), pages.to(dtype), table, torch.tensor(lengths, dtype=torch.int32, device=device)
+    )
 
 
 def expected(step: Step, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
