@@ -21,7 +21,8 @@ MEASURED = {
 }
 LEAST = {"h100": 500, "h200": 350, "sm80": 250}  # calls
 MOST_STALE = 0.2  # of the rows
-MEAN, FAR = 0.0135, 0.08  # of the best time
+MEAN = {"h100": 0.01, "h200": 0.014, "sm80": 0.0125}  # of the best time
+FAR = 0.08  # of the best time
 MOST_FAR = {"h100": 0.04, "h200": 0.05, "sm80": 0.05}  # of the calls
 ALONE = 0.4  # of the best time, of any call
 MOST_ALONE = {"h100": 0, "h200": 1, "sm80": 0}  # calls: 11 packed sequences of 14 to 34 tokens, which no plan knows
@@ -47,9 +48,10 @@ def loss(row: Row, device: Device) -> float:
     """What the chosen plan takes more than the best one."""
     with meta_tensors_on(device):
         subject = Subject.of(row.cell, torch.device("meta"))
-        expected = {name: plan.microseconds for name, plan in plans(subject, every=True) if name in row.times}
-    chosen = min(expected, key=lambda name: expected[name])
-    return row.times[chosen][0] / min(times[0] for name, times in row.times.items() if name in expected) - 1
+        measured = [(name, plan) for name, plan in plans(subject, every=True) if name in row.times]
+    first = {plan.backend: (plan.microseconds, name) for name, plan in reversed(measured)}  # what a backend would take
+    _, chosen = min(first.values())
+    return row.times[chosen][0] / min(row.times[name][0] for name, _ in measured) - 1
 
 
 @pytest.mark.parametrize("chip", MEASURED)
@@ -63,7 +65,7 @@ def test_rows_are_of_these_kernels(chip: str) -> None:
 
 def test_chosen_plans_are_near_the_best(choices: list[Choice]) -> None:
     losses = [choice.loss for choice in choices]
-    assert statistics.mean(losses) < MEAN
+    assert statistics.mean(losses) < MEAN[choices[0].chip]
     assert sum(loss > FAR for loss in losses) < MOST_FAR[choices[0].chip] * len(losses)
     alone = [choice.row.cell.label() for choice in choices if choice.loss > ALONE]
     assert len(alone) <= MOST_ALONE[choices[0].chip], alone
@@ -73,4 +75,4 @@ def test_chosen_plans_are_near_the_best(choices: list[Choice]) -> None:
 def test_no_kind_of_call_is_worse(choices: list[Choice], measure: str) -> None:
     losses = [choice.loss for choice in choices if choice.row.cell.measure == measure]
     assert len(losses) >= LEAST_OF_KIND[choices[0].chip]
-    assert statistics.mean(losses) < 2 * MEAN
+    assert statistics.mean(losses) < 2 * MEAN[choices[0].chip]

@@ -9,8 +9,9 @@ from ..backend.gpu.cost import OUTSIDE, OVERLAP, Cost
 from ..backend.gpu.rates import ESTIMATED, KERNEL, products
 
 ROUNDS, ALIKE = 14, 4  # rounds of deciding what bounds a call, and rounds in which all errors count alike
-# Rates of limits at first: what nothing waits for has no least squares. They stay within a factor of BOUND.
-START, BOUND = {"byte": 3e-7, "hopper request": 1.2e-3}, 2.0
+# Rates of limits at first: what nothing waits for has no least squares. They stay within a factor of BOUND, and bytes
+# are no faster than memory.
+START, BOUND = {"byte": 3e-7, "held byte": 1.5e-7, "hopper request": 1.2e-3}, 2.0
 RIDGE, EXCHANGES = 1e-7, 200  # constants of the least squares
 PRIOR, PRODUCT = 0.01, 5e-7  # weight of what is expected, and microseconds of a product of most kernels
 OUTLIER = 0.2  # part of the time, from which an error counts less
@@ -21,8 +22,11 @@ class Fit(NamedTuple):
     errors: np.ndarray  # error of each call, in parts of its time
 
 
-def fit(costs: Sequence[Cost], microseconds: Sequence[float]) -> Fit:
-    """The rates with the least squares of relative errors."""
+def fit(costs: Sequence[Cost], microseconds: Sequence[float], bandwidth: float = 0.0) -> Fit:
+    """The rates with the least squares of relative errors, on a chip with a known bandwidth, in bytes in a microsecond,
+    or 0.
+    """
+    least = {name: first / BOUND for name, first in START.items()} | ({"byte": 1 / bandwidth} if bandwidth else {})
     names = sorted({name for cost in costs for name in (*cost.counts, *cost.limits)})
     column = {name: n for n, name in enumerate(names)}
     times = np.array(microseconds)
@@ -45,7 +49,7 @@ def fit(costs: Sequence[Cost], microseconds: Sequence[float]) -> Fit:
         rates = least_squares(matrix, np.concatenate((weights, np.zeros(len(prior)))))
         for name, first in START.items():
             if name in column:
-                rates[column[name]] = min(max(rates[column[name]], first / BOUND), first * BOUND)
+                rates[column[name]] = max(min(rates[column[name]], first * BOUND), least[name])
         work = inside @ rates
         waits = {name: amounts * rates[column[name]] for name, amounts in limits.items()}
         total = (work**OVERLAP + sum(x**OVERLAP for x in waits.values())) ** (1 / OVERLAP) + 1e-9

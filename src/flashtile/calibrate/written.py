@@ -30,7 +30,7 @@ def fitted(rows: Sequence[Row], device: Device) -> Fit:
                 if name in row.times:
                     costs.append(cost_of(plan, subject, device))
                     times.append(row.times[name][0])
-    return fit(costs, times)
+    return fit(costs, times, device.bandwidth)
 
 
 def write(path: Path, rows: Sequence[Row], device: Device) -> Fit:

@@ -14,6 +14,7 @@ OVERLAP = 4  # exponent of a sum that is little more than its largest part
 NEARLY = 1.04  # times the least time
 SHOWN_KEYS = 2048  # keys of a row that a mask function is expected to show, as in packed documents
 L2_BYTES = 24 * 2**20  # part of the L2 cache for what is read again
+HELD_BYTES = 2 * L2_BYTES  # of a call, up to which its inputs stay in the L2 cache from call to call
 
 
 class Counts(defaultdict[str, float]):
@@ -97,6 +98,11 @@ def add_work(counts: Counts, kernel: str, name: str, work: Work, tile: Any, prob
         counts[f"{name} edge"] += work.edges
     for feature in features(problem):
         counts[f"{kernel} {feature}"] += work.steps * tile.block_m * tile.block_n / BLOCK
+
+
+def memory(count: float, problem: Problem) -> dict[str, float]:
+    """The limit of so many bytes, for a call whose rows come from memory or are still in the L2 cache."""
+    return {"byte" if rows_bytes(problem) > HELD_BYTES else "held byte": count}
 
 
 def rows_bytes(problem: Problem) -> float:

@@ -5,7 +5,7 @@ from ....call.device import Device
 from ....call.problem import Problem
 from ....call.window import UNLIMITED
 from ...gpu import waves
-from ...gpu.cost import Cost, Counts, add_work, missed, of_group, rows_bytes, shared, shown
+from ...gpu.cost import Cost, Counts, add_work, memory, missed, of_group, rows_bytes, shared, shown
 from ...gpu.waves import Work, busiest, divided_end
 from ..tile_config import (
     MMA_M,
@@ -40,7 +40,7 @@ def forward(
         counts["launch split"] = 1
         work = busiest(head, heads, device.cores, at_once=config.heads_at_once * group)
         add(counts, "float32 forward", config, work, p)
-        return Cost(counts, {"byte": 4 * rows_bytes(p)})
+        return Cost(counts, memory(4 * rows_bytes(p), p))
     if splits > 1:
         head = shared(head, splits)
         counts["merge"] += 1
@@ -64,7 +64,7 @@ def forward(
     requests += (
         work.steps * config.block_n * sum(row_requests(d * p.dtype.itemsize) for d in (p.head_dim, p.head_dim_v))
     )
-    return Cost(counts, {"byte": rows_bytes(p) + again, "hopper request": requests})
+    return Cost(counts, {**memory(rows_bytes(p) + again, p), "hopper request": requests})
 
 
 def latent(problem: Problem, device: Device, config: LatentForward, splits: int) -> Cost:
@@ -79,7 +79,7 @@ def latent(problem: Problem, device: Device, config: LatentForward, splits: int)
     work = busiest(head, batch, device.cores)
     add(counts, "latent", config, work, p)
     requests = work.steps * config.block_n * row_requests(p.head_dim * p.dtype.itemsize)
-    return Cost(counts, {"byte": rows_bytes(p), "hopper request": requests})
+    return Cost(counts, {**memory(rows_bytes(p), p), "hopper request": requests})
 
 
 def tangents(problem: Problem, device: Device, forward: Cost, config: TangentsConfig, moves: Needs) -> Cost:
@@ -96,7 +96,7 @@ def tangents(problem: Problem, device: Device, forward: Cost, config: TangentsCo
         for name, n in part.items():
             counts[name] += n
     counts["sum byte"] += 8 * batch * p.num_heads_q * rows * p.head_dim_v  # `out` in float32, there and back
-    return Cost(counts, {**forward.limits, "byte": forward.limits["byte"] + 2 * rows_bytes(p)})
+    return Cost(counts, {**forward.limits, **memory(3 * rows_bytes(p), p)})
 
 
 def row_requests(size: int) -> float:
@@ -170,7 +170,7 @@ def fused(problem: Problem, device: Device, config: FusedBackwardConfig) -> Cost
         work = work._replace(steps=work.steps * (1 - IDLE / 2 / head.count))
     add(counts, "backward", config, work, p)
     requests = work.steps * config.block_m * 2 * row_requests(p.head_dim * p.dtype.itemsize)
-    return Cost(counts, {"byte": 3 * rows_bytes(p) + again, "hopper request": requests})
+    return Cost(counts, {**memory(3 * rows_bytes(p) + again, p), "hopper request": requests})
 
 
 def split(problem: Problem, device: Device, config: SplitBackwardConfig) -> Cost:
@@ -199,4 +199,4 @@ def split(problem: Problem, device: Device, config: SplitBackwardConfig) -> Cost
     if dkdv.head_splits > 1:
         counts["launch sums"] += 1
         counts["sum byte"] += batch * p.num_heads_kv * keys * (p.head_dim + p.head_dim_v) * (8 * dkdv.head_splits + 2)
-    return Cost(counts, {"byte": 3 * rows_bytes(p)})
+    return Cost(counts, memory(3 * rows_bytes(p), p))

@@ -15,7 +15,7 @@ from ...gpu.waves import splits_that_fill
 from ..constants import MAX_HEAD_DIM, TRANSPOSED_ROWS
 from ..tile_config import BlockedSecond, FusedConfig, KernelConfig, TileConfig, WidthConfigs
 from . import latent, tables
-from .cost import fits, programs_of_core
+from .cost import MERGED_AT_ONCE, fits, programs_of_core
 from .families import MIN_COPY_BYTES, has_most, has_pairs, has_room, misaligned, needs_room, reads_pairs, takes_mma
 
 Table = tuple[tuple[int, KernelConfig], ...]  # tiles by the most features of their kernels
@@ -206,7 +206,10 @@ def few_rows(tiles: TileConfig, width: int, problem: Problem, device: Device) ->
         blocks = -(-max(p.seqlen_q, 1) * group // tile.block_m)
         programs = max(1, blocks * p.num_heads_q // group * p.batch)
         slots, most = (device.cores, device.cores * programs_of_core(p, device, tile)), -(-p.seqlen_k // tile.block_n)
-        for n in sorted({1, *(n for x in slots for n in splits_that_fill(SPLITS, programs, x, most))}):
+        filling = {n for x in slots for n in splits_that_fill(SPLITS, programs, x, most)}
+        if max(filling, default=1) > MERGED_AT_ONCE:  # fewer programs may be worth it for the merge
+            filling.add(MERGED_AT_ONCE)
+        for n in sorted({1, *filling}):
             yield chosen, n
 
 

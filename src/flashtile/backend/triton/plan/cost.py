@@ -8,13 +8,14 @@ from ....call.problem import Problem, power_of_two
 from ...gpu import waves
 from ...gpu.block_lists import LEAST_PAIRS
 from ...gpu.chips import MIN_SHARED_MEMORY, memory_of
-from ...gpu.cost import Cost, Counts, add_work, of_group, rows_bytes, shared, shown
+from ...gpu.cost import Cost, Counts, add_work, memory, of_group, rows_bytes, shared, shown
 from ...gpu.waves import Head, Tile, busiest
 from ..constants import TRANSPOSED_ROWS
 from ..tile_config import BlockedSecond, FusedConfig, KernelConfig, TileConfig
 from . import tables
 
 REGISTERS = 2**16  # registers of a core
+MERGED_AT_ONCE, MERGE_REGISTERS = 16, 64  # of `kernels.combine`: splits that it loads together, and their numbers
 OWN_REGISTERS, MOST_REGISTERS = 40, 255  # registers of a thread, for addresses and the like, and in all
 STATISTICS = 8  # 16-bit words of each row
 MOST_TANGENT_PRODUCTS = 6
@@ -117,16 +118,26 @@ def forward(problem: Problem, device: Device, config: TileConfig, splits: int = 
     else:
         head = listed(waves.row_tiles(p.window, rows, keys, tile.block_m, tile.block_n), p)
     if splits > 1:
-        add_merge(counts, splits, batch * p.num_heads_q * rows * p.head_dim_v)
+        add_merge(counts, splits, batch * p.num_heads_q * rows * p.head_dim_v, rounds_of_merge(p, tile, pack, splits))
     add(counts, "forward", p, device, tile, shared(head, splits), heads)
-    return Cost(counts, {"byte": rows_bytes(p)})
+    return Cost(counts, memory(rows_bytes(p), p))
 
 
-def add_merge(counts: Counts, splits: int, numbers: float) -> None:
-    """Add the work of merging so many float32 numbers of each split, written and read."""
+def add_merge(counts: Counts, splits: int, numbers: float, rounds: int) -> None:
+    """Add the work of merging so many float32 numbers of each split, written and read, in rounds of rows."""
     counts["merge triton"] += 1
-    counts["merge triton split"] += splits
+    if splits <= MERGED_AT_ONCE:
+        counts["merge triton round"] += rounds
+    else:
+        counts["merge triton part round"] += rounds * splits / MERGED_AT_ONCE
     counts["merge triton byte"] += splits * numbers * 8
+
+
+def rounds_of_merge(problem: Problem, tile: KernelConfig, pack: int, splits: int) -> int:
+    """How often the last program of a tile loads rows of the splits (`kernels.combine`)."""
+    numbers = max(4, MERGE_REGISTERS // power_of_two(min(splits, MERGED_AT_ONCE)))
+    at_once = max(1, 32 * tile.num_warps * numbers // power_of_two(problem.head_dim_v))
+    return -(-min(problem.counts[1] * pack, tile.block_m) // min(tile.block_m, at_once))
 
 
 def tangents(problem: Problem, device: Device, config: TileConfig, moves: Needs, splits: int = 1) -> Cost:
@@ -140,8 +151,9 @@ def tangents(problem: Problem, device: Device, config: TileConfig, moves: Needs,
     counts.update({name: part * n for name, n in counts.items()})
     counts["launch triton"] += 1
     if splits > 1:
-        add_merge(counts, splits, 2 * batch * p.num_heads_q * rows * p.head_dim_v)
-    return Cost(counts, {"byte": 3 * part * rows_bytes(p)})
+        numbers = 2 * batch * p.num_heads_q * rows * p.head_dim_v
+        add_merge(counts, splits, numbers, rounds_of_merge(p, tile, 1, splits))
+    return Cost(counts, memory(3 * part * rows_bytes(p), p))
 
 
 SECOND_PRODUCTS = 21 / 6  # products of all kernels, beside those of forward with tangents
@@ -196,12 +208,12 @@ def backward(problem: Problem, device: Device, config: TileConfig) -> Cost:
         counts["sum byte"] += 3 * batch * p.num_heads_q * rows * padded(p.head_dim) * 4  # zeros, and sums of dq
         head = listed(waves.key_tiles(p.window, rows, keys, loop.block_m, loop.block_n), p)
         add(counts, "one loop", p, device, loop, of_group(head, group), batch * p.num_heads_kv)
-        return Cost(counts, {"byte": 3 * rows_bytes(p)})
+        return Cost(counts, memory(3 * rows_bytes(p), p))
     head = listed(waves.key_tiles(p.window, rows, keys, config.dkdv.block_m, config.dkdv.block_n), p)
     add(counts, "dkdv", p, device, config.dkdv, of_group(head, group), batch * p.num_heads_kv)
     head = listed(waves.row_tiles(p.window, rows, keys, config.dq.block_m, config.dq.block_n), p)
     add(counts, "dq", p, device, config.dq, head, batch * p.num_heads_q)
-    return Cost(counts, {"byte": 3 * rows_bytes(p)})
+    return Cost(counts, memory(3 * rows_bytes(p), p))
 
 
 def fused(problem: Problem, device: Device, config: FusedConfig) -> Cost:
@@ -219,7 +231,7 @@ def fused(problem: Problem, device: Device, config: FusedConfig) -> Cost:
         counts["merge triton byte"] += config.splits * batch * p.num_heads_q * summed * p.head_dim * 8
         counts["merge walk"] += config.splits * summed * p.head_dim / 1000  # by the last program of each head
     add(counts, f"fused {config.walk or 'whole'}", p, device, tile, head, batch * p.num_heads_q)
-    return Cost(counts, {"byte": 2 * rows_bytes(p)})
+    return Cost(counts, memory(2 * rows_bytes(p), p))
 
 
 def products(problem: Problem, count: int, score_bytes: int, row_bytes: int) -> Cost:
