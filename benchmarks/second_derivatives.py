@@ -45,14 +45,14 @@ def passes(attention: Callable[..., Any], cell: Cell) -> tuple[Callable[[], Any]
 @contextlib.contextmanager
 def forced(rows: str, keys: str) -> Iterator[None]:
     """Second derivatives by these tiles, where they are given."""
-    given: dict[str, Any] = {
-        f"SECOND_{side}": ((512, KernelConfig(*(int(n) for n in text.split("x")))),)  # type: ignore[arg-type]
-        for side, text in (("ROWS", rows), ("KEYS", keys))
+    given: dict[Any, Any] = {
+        (f"second {side}", "half"): ((512, KernelConfig(*(int(n) for n in text.split("x")))),)  # type: ignore[arg-type]
+        for side, text in (("rows", rows), ("keys", keys))
         if text
     }
     fast_path.forget()
     forget_plans()
-    with mock.patch.multiple(tables, **given) if given else contextlib.nullcontext():
+    with mock.patch.dict(tables.MORE, given):
         yield
     fast_path.forget()
     forget_plans()
