@@ -64,7 +64,7 @@ def test_one_way_asks_for_no_time() -> None:
     with mock.patch.object(cpu_cost, "time", side_effect=AssertionError("asked")):
         assert planner.candidates_of("cpu", problem_of(100, 64, torch.float32), CPU, None)[0].microseconds == 0
         with pytest.raises(AssertionError, match="asked"):
-            planner.candidates_of("cpu", problem_of(100, 512, torch.float32), CPU, None)
+            planner.candidates_of("cpu", problem_of(100, 512, torch.float64), CPU, None)
 
 
 def test_a_few_rows_have_two_ways() -> None:

@@ -85,8 +85,8 @@ def ways_of(problem: Problem, needs: Needs | None) -> list[TileConfig]:
 
 
 def has_rival(problem: Problem) -> bool:
-    """Whether `tiled` may be faster."""
-    return max(problem.head_dim, problem.head_dim_v) > NO_RIVAL
+    """Whether `tiled` may be faster: in float64, by PyTorch's products of wide heads."""
+    return problem.dtype is torch.float64 and max(problem.head_dim, problem.head_dim_v) > NO_RIVAL
 
 
 def tangent_candidates(problem: Problem, device: Device, moves: Needs) -> list[Candidate]:
