@@ -52,17 +52,18 @@ def tile_of(text: str) -> KernelConfig:
 @contextlib.contextmanager
 def forced(rows: str, keys: str, wide: str) -> Iterator[None]:
     """Second derivatives by these tiles, where they are given."""
-    given: dict[str, Any] = {
-        f"SECOND_{side}": ((512, tile_of(text)),) for side, text in (("ROWS", rows), ("KEYS", keys)) if text
+    given = {
+        (f"second {side}", "half"): ((512, tile_of(text)),) for side, text in (("rows", rows), ("keys", keys)) if text
     }
+    blocked = tables.BLOCKED_SECOND
     if wide:
         *tiles, columns = wide.split("/")
-        given["BLOCKED_SECOND"] = tables.BLOCKED_SECOND._replace(
+        blocked = blocked._replace(
             **dict(zip(("weights", "rows", "keys"), map(tile_of, tiles), strict=True)), columns=int(columns)
         )
     fast_path.forget()
     forget_plans()
-    with mock.patch.multiple(tables, **given) if given else contextlib.nullcontext():
+    with mock.patch.dict(tables.MORE, given), mock.patch.object(tables, "BLOCKED_SECOND", blocked):
         yield
     fast_path.forget()
     forget_plans()

@@ -18,7 +18,7 @@ from ..call.problem import Problem
 from ..call.window import visible_pairs
 from ..call.words import in_words
 from ..dispatch.launches import launches_of, tangent_tiles_of, tiles_of, unsplit
-from ..dispatch.planner import candidates, plan
+from ..dispatch.planner import SUPPORT, candidates, plan
 from ..errors import BackendError
 from .latent import with_query_of_values
 from .mask_blocks import in_words as blocks_in_words
@@ -43,9 +43,9 @@ class Explanation:
         tile: the shape of its tiles, in words, with backward's if that is in the same backend.
         unsplit: why forward does not split keys into as many parts as `num_splits` asks for; `None` if it does.
         why_not: backends that are preferred as a rule, and the reason each was not taken.
-        candidates: on a GPU, the five ways to run forward that are expected to take the least time, and these times in
-            microseconds, as in a CUDA graph.
-        rates: the file of measured rates that these times are counted with, and how it was scaled; empty on a CPU.
+        candidates: on a GPU or a CPU, the five ways to run forward that are expected to take the least time, and these
+            times in microseconds, as in a CUDA graph, or of one thread.
+        rates: the file of measured rates that these times are counted with, and how it was scaled.
         backward: the backend of the backward pass, or "none".
         backward_tile: the shape of its tiles.
         backward_rest: names of the inputs whose gradients another backend computes, and that backend.
@@ -176,6 +176,7 @@ def explain(
     moved = least_bytes(inputs, rows, problem.head_dim_v, q.element_size())
     rates = machine(q.device, q.dtype)
     bound = roofline(flops, moved, rates)
+    file = rates_file(q.device)
     return Explanation(
         problem=in_words(problem),
         device=describe_device(q.device).name,
@@ -183,9 +184,9 @@ def explain(
         tile=tile,
         unsplit=unsplit(chosen, call),
         why_not=dict(chosen.why),
-        candidates=expected(call, problem, describe_device(q.device)) if q.is_cuda else {},
+        candidates=expected(call, problem, describe_device(q.device)) if file else {},
         tangents_candidates=expected_along(problem, describe_device(q.device)) if q.is_cuda and along else {},
-        rates=rates_of(describe_device(q.device)).about if q.is_cuda else "",
+        rates=file,
         backward="none" if backward is None else backward.backend,
         backward_tile=backward_tile,
         backward_rest={} if backward is None or backward.rest is None else backward.rest.in_words(),
@@ -203,6 +204,15 @@ def explain(
         limit=bound.limit,
         seconds_at_limit=bound.seconds,
     )
+
+
+def rates_file(device: torch.device) -> str:
+    """The file of rates for a device, and how it was scaled; empty where no times are expected."""
+    if device.type == "cpu" and SUPPORT["cpu"].unusable() is None:
+        from ..backend.cpu.rates import rates_here  # reads a file
+
+        return f"{rates_here().about}, on one thread"
+    return rates_of(describe_device(device)).about if device.type == "cuda" else ""
 
 
 def expected(call: Call, problem: Problem, device: Device) -> dict[str, float]:

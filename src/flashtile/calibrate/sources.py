@@ -16,6 +16,8 @@ KERNELS: dict[tuple[str, str], tuple[str, ...]] = {  # files that kernels are de
     ("triton", "forward"): ("forward", "between_products"),
     ("triton", "backward"): ("dkdv", "dq", "fused", "preprocess", "between_products"),
     ("triton", "tangents"): ("tangents",),
+    ("cpu", "forward"): ("forward", "decode", "tile_forward"),
+    ("cpu", "backward"): ("backward",),
     ("mma", "forward"): ("mma/forward",),
     ("mma", "backward"): ("mma/backward", "mma/from_sums"),
     ("mma", "tangents"): (),

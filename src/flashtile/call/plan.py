@@ -6,7 +6,9 @@ from .call import Needs
 
 
 class Candidate(NamedTuple):
-    """A way to run a pass of a problem, and the time that it is expected to take on the device."""
+    """A way to run a pass of a problem, and the time that it is expected to take on the device; 0 where nothing else is
+    as fast.
+    """
 
     tile: Any
     num_splits: int
@@ -23,7 +25,7 @@ class Plan(NamedTuple):
     num_splits: int
     why: tuple[tuple[str, str], ...]
     rest: "Rest | None" = None  # rest of a backward pass, where a second backend computes some of the gradients
-    microseconds: float = 0.0  # that it is expected to take, on a GPU
+    microseconds: float = 0.0  # that it is expected to take; on a CPU, on one thread
 
 
 class Rest(NamedTuple):

@@ -1,8 +1,9 @@
-"""`flashtile calibrate`: measure the ways to run calls on this GPU, and fit the rates by which plans choose."""
+"""`flashtile calibrate`: measure the ways to run calls on this machine, and fit the rates by which plans choose."""
 
 import statistics
 from argparse import ArgumentParser
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -61,26 +62,52 @@ def run(
     device: torch.device, store: Path, rates: Path | None, sweeps: list[Path], passes: list[str], as_arch: str | None,
     minutes: float, as_json: bool,
 ) -> None:  # fmt: skip
-    """Measure all candidates of calls on a GPU of Hopper or Triton's kernels, and fit a chip's rates to them."""
+    """Measure all candidates of calls on a GPU or on one thread of a CPU, and fit the rates of the chip to them."""
     from ..calibrate.calls import standard
     from ..calibrate.run import measure_all
     from ..calibrate.store import pass_of, read
     from ..calibrate.written import write
     from ..call.device import describe_device
 
+    if device.type == "cpu":
+        report(*on_cpu(store, rates, sweeps, passes, 60 * minutes), rates, as_json)
+        return
     if device.type != "cuda":
-        raise CommandError(f"the time of plans is counted for GPUs, not for {device.type}")
+        raise CommandError(f"the time of plans is counted for GPUs and CPUs, not for {device.type}")
     install_arch(as_arch)
     cells = [cell for cell in standard(sweeps) if not passes or pass_of(cell) in passes]
     left = measure_all(cells, store, 60 * minutes - (0 if rates is None else RESERVE))
     rows = [row for row in read(store) if row.device == describe_device(device).name and not row.stale]
     errors = write(rates, rows, describe_device(device)).errors if rates is not None and rows else None
-    found: dict[str, float] = {"calls": len(cells), "missing": left, "fitted": len(rows) if errors is not None else 0}
+    report(len(cells), left, len(rows), errors, rates, as_json)
+
+
+def on_cpu(
+    store: Path, rates: Path | None, sweeps: list[Path], passes: list[str], seconds: float
+) -> tuple[int, int, int, Any]:
+    """The calls of a CPU, how many are left to measure, how many are fitted, and the errors of the fit."""
+    from ..backend.cpu.rates import processor_name
+    from ..calibrate.processor import measure_all, standard, write
+    from ..calibrate.store import pass_of, read
+
+    cells = [cell for cell in standard(sweeps) if not passes or pass_of(cell) in passes]
+    left = measure_all(cells, store, seconds)
+    rows = [row for row in read(store) if row.device == processor_name() and not row.stale]
+    if rates is None or not rows:
+        return len(cells), left, len(rows), None
+    given = "".join(f" --sweep {path}" for path in sweeps)
+    command = f"flashtile calibrate --device cpu --store {store.name}{given} --rates {rates}"
+    return len(cells), left, len(rows), write(rates, rows, command).errors
+
+
+def report(calls: int, left: int, rows: int, errors: Any, rates: Path | None, as_json: bool) -> None:
+    """Print what was measured and fitted; `errors` is `None` without a fit."""
+    found: dict[str, float] = {"calls": calls, "missing": left, "fitted": rows if errors is not None else 0}
     if errors is not None:
         found["median_error"] = float(statistics.median(map(abs, errors)))
     if as_json:
         print_json(found)
         return
-    print(f"{len(cells) - left} of {len(cells)} calls are measured" + "; the next run goes on" * (left > 0))
+    print(f"{calls - left} of {calls} calls are measured" + "; the next run goes on" * (left > 0))
     if errors is not None:
-        print(f"{rates}: rates of {len(rows)} calls, which their times differ from by {found['median_error']:.1%}")
+        print(f"{rates}: rates of {rows} calls, which their times differ from by {found['median_error']:.1%}")

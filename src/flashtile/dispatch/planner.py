@@ -256,12 +256,12 @@ def candidates(
     problem: Problem, device: Device, needs: Needs | None, moves: Needs | None = None
 ) -> list[tuple[str, Candidate]]:
     """The ways to run a pass by all backends that `auto` may take on a device, the fastest first."""
-    found = [
-        (name, way)
-        for name in AUTO
-        if SUPPORT[name].unusable() is None and declines_on_device(name, problem, device, needs, moves) is None
-        for way in candidates_of(name, problem, device, needs, moves)
-    ]
+    found = list[tuple[str, Candidate]]()
+    for name in AUTO:
+        if SUPPORT[name].unusable() is None and declines_on_device(name, problem, device, needs, moves) is None:
+            timed = None if moves is not None else getattr(SUPPORT[name], "timed_candidates", None)
+            ways = timed(problem, device, needs) if timed else candidates_of(name, problem, device, needs, moves)
+            found += [(name, way) for way in ways]
     return sorted(found, key=lambda x: x[1].microseconds)
 
 

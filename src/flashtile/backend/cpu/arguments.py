@@ -17,9 +17,9 @@ from ...expression.derivative import Load
 from ...expression.program import TensorType, joined, type_of
 from ..scalars import finite_softcap, head_strides, keep_scale, rows_last, strides_of, threshold
 from . import targets
-from .support import TileConfig
 from .tables import GRADIENT_DIMENSIONS, UNLIMITED, stored_dtype
 from .targets import Target
+from .tile_config import TileConfig
 from .variant import CAPTURED, FIELDS, REALS, Variant
 from .workspace import CACHE_LINE
 
@@ -140,7 +140,7 @@ def decode_target(call: Call, tile: TileConfig) -> Target | None:
     """The target of the decode kernel, with the widest vectors that features fill, narrower ones than the processor's
     if need be; `None` if a task's query rows would fill more than half of such a vector.
     """
-    if tile.queries == "several":
+    if not tile.decodes:
         return None
     host, size = targets.host(), accumulation_dtype(call.tensors.q.dtype).itemsize
     width = host.vector_bytes

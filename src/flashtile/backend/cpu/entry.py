@@ -4,7 +4,7 @@ from typing import Any
 
 from ...call.call import Call, Needs
 from ...call.plan import Plan
-from .arguments import uses_matrix_tiles
+from .arguments import decode_target, uses_matrix_tiles
 from .host_backward import backward, record_backward
 from .host_cache import record_attend_with_cache
 from .host_forward import forward, record_forward
@@ -23,7 +23,11 @@ __all__ = [
 
 
 def tiles(plan: Plan, call: Call, needs: Needs | None) -> dict[str, Any]:
-    """The tiles of a call's pass, and the instructions of forward's products: AMX's, or vectors'."""
+    """The tiles of a call's pass, and the instructions of forward's products: AMX's, or vectors', over features where
+    few rows decode.
+    """
+    found = {name: x for name, x in plan.tile._asdict().items() if name != "decodes"}
     if needs is not None:
-        return plan.tile._asdict()  # type: ignore[no-any-return]
-    return plan.tile._asdict() | {"forward by": host_width(uses_matrix_tiles(call, plan.tile))}
+        return found
+    by = "decode by" if decode_target(call, plan.tile) is not None else "forward by"
+    return found | {by: host_width(uses_matrix_tiles(call, plan.tile))}

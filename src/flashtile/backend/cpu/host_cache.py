@@ -14,7 +14,7 @@ from ..replays import Results
 from . import arguments as args
 from .host_forward import launched_forward, replay_forward
 from .launch import KernelLaunch
-from .lengths import ROWS_OF_A_READ, chunk, threads_for, used_splits
+from .lengths import chunk, threads_for, used_splits, work_per_key
 from .recording import Recording, recorded
 from .tables import SEQUENCE_FIELDS
 
@@ -43,7 +43,7 @@ class CacheRecording:
         self.capacity, self.appended = cache.k_cache.shape[2], 0 if cache.k is None else cache.k.shape[2]
         width = cache.k_cache.shape[3] + cache.v_cache.shape[3]
         self.tiles = launch.lengths.tasks
-        self.work_per_key = self.tiles * max(launch.task_rows[1], ROWS_OF_A_READ) * width
+        self.work_per_key = work_per_key(self.tiles, launch.task_rows[1], width)
         self.launch = launch._replace(block=args.with_fields(launch.block, {"page_table": table.data_ptr()}))
 
     def __call__(self, inputs: Results) -> Results | None:

@@ -9,10 +9,8 @@ from torch import Tensor
 from ...call.call import Call
 from .support import SPLIT_KEYS
 from .tables import SEQUENCE_FIELDS, UNLIMITED
+from .targets import requested_width
 from .workspace import BLOCK_N
-
-WORK_PER_THREAD = 2**18  # multiply-adds; 5 to 20 microseconds, several times the cost of waking a thread
-ROWS_OF_A_READ = 8  # rows whose products take as long as reading a key and its value
 
 
 class Lengths(NamedTuple):
@@ -114,9 +112,23 @@ def chunk(max_seqlen_k: int, splits: int, split_keys: int | None = None) -> int:
 def max_threads(call: Call, lengths: Lengths, rows: int) -> int:
     """The largest number of threads that each have enough work to be worth waking."""
     width = call.tensors.q.shape[-1] + call.tensors.v.shape[-1]
-    return threads_for(lengths.tasks * max(rows, ROWS_OF_A_READ) * width, lengths.max_seqlen_k)
+    return threads_for(work_per_key(lengths.tasks, rows, width), lengths.max_seqlen_k)
+
+
+def work_per_key(tasks: int, rows: int, width: int) -> int:
+    """Multiply-adds of all rows with one key, and with its value; loading both takes as long as some rows' products."""
+    return int(tasks * max(rows, rates(requested_width())[1]) * width)
 
 
 def threads_for(work_per_key: int, seqlen_k: int) -> int:
     """As `max_threads`, from the multiply-adds of all rows with one key."""
-    return max(1, work_per_key * seqlen_k // WORK_PER_THREAD)
+    return max(1, int(work_per_key * seqlen_k // rates(requested_width())[0]))
+
+
+@functools.cache
+def rates(width: str | None) -> tuple[float, float]:
+    """Multiply-adds that are worth a thread, and rows whose products take as long as loading a key and its value."""
+    from .rates import rates_here  # reads a file
+
+    found = rates_here()
+    return found.work_per_thread, found.rows_of_a_read

@@ -4,7 +4,6 @@ import functools
 import importlib.metadata
 import platform
 import re
-from typing import NamedTuple
 
 import torch
 
@@ -13,6 +12,7 @@ from ...call.device import Device
 from ...call.plan import Candidate
 from ...call.problem import Problem, too_long
 from .targets import misconfigured
+from .tile_config import TileConfig
 
 __all__ = ["misconfigured"]  # which is about targets
 
@@ -29,14 +29,8 @@ TARGET_TASKS = 32
 SHARED_TASKS = 256  # tasks of a call, which the threads of a large machine share evenly enough
 
 
-class TileConfig(NamedTuple):
-    """Packed query rows of a task, and keys of a block. A batch-invariant call has `queries`, "one" for each sequence
-    or "several": the kernel of decoding and its parts of `INVARIANT_KEYS`, or the other kernel and whole rows.
-    """
-
-    rows: int
-    keys: int
-    queries: str | None = None
+FEW_BYTES = 32  # half of the widest vector: if a task's scores of one key are more, lanes over features save nothing
+NO_RIVAL = 256  # head dimension up to which `tiled` is slower (`tests/backend/cpu/test_cpu_cost.py`)
 
 
 @functools.cache
@@ -66,8 +60,33 @@ def declines(problem: Problem, device: Device) -> str | None:
 
 
 def candidates(problem: Problem, device: Device, needs: Needs | None) -> list[Candidate]:
-    """The one way to run a pass; nothing else on a CPU is faster."""
-    return [Candidate(tile(problem), num_splits(problem), 0.0)]
+    """The ways to run a pass, the fastest first. Where there is one, and nothing else on a CPU is faster, no time is
+    asked for.
+    """
+    ways = ways_of(problem, needs)
+    if len(ways) == 1 and not has_rival(problem):
+        return [Candidate(ways[0], num_splits(problem), 0.0)]
+    return timed_candidates(problem, device, needs)
+
+
+def timed_candidates(problem: Problem, device: Device, needs: Needs | None) -> list[Candidate]:
+    """As `candidates`, with the expected time of each."""
+    from ..cpu_cost import time  # not needed otherwise
+
+    found = [Candidate(way, num_splits(problem), time(problem, way, needs)) for way in ways_of(problem, needs)]
+    return sorted(found, key=lambda x: x.microseconds)
+
+
+def ways_of(problem: Problem, needs: Needs | None) -> list[TileConfig]:
+    """One way, or both kernels for a few rows."""
+    plain = tile(problem)
+    both = plain.decodes and needs is None and not problem.batch_invariant
+    return [plain, plain._replace(decodes=False)] if both else [plain]
+
+
+def has_rival(problem: Problem) -> bool:
+    """Whether `tiled` may be faster: in float64, by PyTorch's products of wide heads."""
+    return problem.dtype is torch.float64 and max(problem.head_dim, problem.head_dim_v) > NO_RIVAL
 
 
 def tangent_candidates(problem: Problem, device: Device, moves: Needs) -> list[Candidate]:
@@ -85,7 +104,9 @@ def tile(problem: Problem, copies: int = 1) -> TileConfig:
     if problem.dtype is torch.bfloat16:
         parts = min(parts, -(-SHARED_TASKS // max(problem.batch * problem.num_heads_kv, 1)))
     queries = ("one" if problem.decodes else "several") if problem.batch_invariant else None
-    return TileConfig(max(1, min(ROWS, max_rows, rows if rows <= 64 else max(64, rows // parts))), 96, queries)
+    rows_of_task = max(1, min(ROWS, max_rows, rows if rows <= 64 else max(64, rows // parts)))
+    decodes = queries != "several" and rows_of_task * size <= FEW_BYTES
+    return TileConfig(rows_of_task, 96, queries, decodes)
 
 
 def num_splits(problem: Problem) -> int:

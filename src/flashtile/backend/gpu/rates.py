@@ -82,10 +82,11 @@ def nearest(some: Sequence[tuple[str, Mapping[str, Any]]], device: Device) -> Ra
 
 
 def files() -> list[tuple[str, dict[str, Any]]]:
-    """Names and contents."""
+    """Names and contents of the files of GPUs."""
     folder = resources.files("flashtile") / FOLDER
     found = sorted((x for x in folder.iterdir() if x.name.endswith(".toml")), key=lambda x: x.name)
-    return [(file.name, tomllib.loads(file.read_text())) for file in found]
+    contents = [(file.name, tomllib.loads(file.read_text())) for file in found]
+    return [(name, content) for name, content in contents if "kind" not in content["chip"]]
 
 
 def distance(chip: Mapping[str, Any], device: Device) -> tuple[bool, int, int]:

@@ -22,7 +22,7 @@ TILE_SCORES = 2**20
 GPU_BLOCK_M, GPU_BLOCK_N, GPU_TILE_SCORES = 4096, 2048, 2**25
 # Microseconds on a GPU: of a score in memory, of a product of float32, and of a tile's thirty operations.
 SCORE, PRODUCT, OPERATIONS = 6e-5, 4e-8, 150.0
-TANGENT_PASSES = 3  # forward passes in one with tangents, by its products,
+BACKWARD_PASSES = TANGENT_PASSES = 3  # forward passes in backward on a GPU, and in one with tangents, by its products,
 SECOND_PASSES = 12  # and in a second derivative
 
 
@@ -37,14 +37,24 @@ def declines(problem: Problem, device: Device) -> str | None:
 
 
 def candidates(problem: Problem, device: Device, needs: Needs | None) -> list[Candidate]:
-    """The one way to run a pass, and its time: products and elementwise operations of all scores, in float32."""
-    p, passes = problem, 1 if needs is None else 3
+    """The one way to run a pass, and its time."""
+    shape = tile(problem, device)
+    return [Candidate(shape, 1, time(problem, device, shape, backward=needs is not None))]
+
+
+def time(problem: Problem, device: Device, shape: "TileShape", *, backward: bool) -> float:
+    """Microseconds of products and elementwise operations of all scores, in the accumulation dtype; on a CPU, where
+    another backend has measured rates, on one thread.
+    """
+    if device.type == "cpu":
+        from ..cpu_cost import tiled_time  # not needed otherwise
+
+        return tiled_time(problem, shape, backward=backward)
+    p, passes = problem, BACKWARD_PASSES if backward else 1
     pairs = p.counts.batch * p.num_heads_q * visible_pairs(p.window, p.counts.rows, p.counts.keys)
-    shape = tile(p, device)
     tiles = -(-p.seqlen_q // shape.block_m) * -(-p.seqlen_k // shape.block_n)
     tiles *= -(-p.num_heads_kv // shape.heads_kv) * -(-p.batch // shape.batch)
-    microseconds = passes * (pairs * (SCORE + PRODUCT * (p.head_dim + p.head_dim_v)) + tiles * OPERATIONS)
-    return [Candidate(shape, 1, microseconds)]
+    return passes * (pairs * (SCORE + PRODUCT * (p.head_dim + p.head_dim_v)) + tiles * OPERATIONS)
 
 
 def tangent_candidates(problem: Problem, device: Device, moves: Needs) -> list[Candidate]:

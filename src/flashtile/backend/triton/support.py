@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import math
 import os
 
 import torch
@@ -87,7 +88,8 @@ def candidates(problem: Problem, device: Device, needs: Needs | None) -> list[Ca
     else:
         tiles = (x for x in candidates.backward(problem, device) if x.one_loop is None or not needs.alibi_slopes)
         ways = [(tile, 1, cost.backward(problem, device, tile)) for tile in tiles]
-    return ranked(ways, rates_of(device))
+    found = ranked(ways, rates_of(device))
+    return [x._replace(microseconds=math.inf) for x in found] if interpreted() else found
 
 
 def declines_tangents(problem: Problem, device: Device, moves: Needs) -> str | None:

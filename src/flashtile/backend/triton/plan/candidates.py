@@ -18,8 +18,6 @@ from . import latent, tables
 from .cost import MERGED_AT_ONCE, fits, programs_of_core
 from .families import MIN_COPY_BYTES, has_most, has_pairs, has_room, misaligned, needs_room, reads_pairs, takes_mma
 
-Table = tuple[tuple[int, KernelConfig], ...]  # tiles by the most features of their kernels
-SPLITS = (1, 2, 4, 8, 16, 32, 64)  # constants of the kernels, each with kernels of its own
 ALIGNED = 16  # bytes of one asynchronous copy
 BY_PYTORCH = {False: "PyTorch's", True: "PyTorch's, of bfloat16 parts"}  # float32's products
 LONG_OF_EIGHT_BITS = 4096  # keys from which a tile has twice as many (`benchmarks/eight_bit_caches.py --forms`)
@@ -57,7 +55,7 @@ def forward(problem: Problem, device: Device) -> Iterator[tuple[TileConfig, int]
         yield from few_rows(plain, row.width, p, device)
         return
     yield from ((plain._replace(forward=tile), 1) for tile in forward_tiles(row.forward, p, device))
-    for tile in mma_tiles(tables.MMA_FORWARD, "forward", p, device):
+    for tile in mma_tiles("forward", p, device):
         yield plain._replace(forward=tile, given_splits=row.forward), 1
 
 
@@ -86,7 +84,7 @@ def tangent_splits(tile: KernelConfig, problem: Problem, device: Device) -> list
     batch, rows, keys = p.counts
     tiles = batch * p.num_heads_q * -(-rows // tile.block_m)
     slots = device.cores * programs_of_core(p, device, tile, "tangents")
-    return splits_that_fill(SPLITS, tiles, slots, int(-(-keys // tile.block_n)))
+    return splits_that_fill(tables.SPLITS, tiles, slots, int(-(-keys // tile.block_n)))
 
 
 def second(problem: Problem, device: Device) -> Iterator[TileConfig]:
@@ -103,7 +101,7 @@ def second(problem: Problem, device: Device) -> Iterator[TileConfig]:
     elif p.dtype is torch.float32:
         pair = (tables.SINGLE_SECOND, tables.SINGLE_SECOND)
     else:
-        pair = (second_tile(tables.SECOND_ROWS, "rows", p, device), second_tile(tables.SECOND_KEYS, "keys", p, device))
+        pair = (second_tile("second rows", p, device), second_tile("second keys", p, device))
     for plain in tangent_tiles_of(p, device):
         yield plain._replace(second=pair)
 
@@ -120,17 +118,17 @@ def blocked_second(problem: Problem, device: Device) -> BlockedSecond | None:
     return tables.BLOCKED_SINGLE if p.dtype is torch.float32 else tables.BLOCKED_SECOND
 
 
-def second_tile(table: Table, side: str, problem: Problem, device: Device) -> KernelConfig:
+def second_tile(kernel: str, problem: Problem, device: Device) -> KernelConfig:
     """The first tile that holds a width and has room, else the last."""
-    holding = [tile for most, tile in table if width_of(problem) <= most]
-    return next((tile for tile in holding if fits(problem, device, tile, f"second {side}", PAIRS_BYTES)), holding[-1])
+    holding = [tile for most, tile in tables.MORE[kernel, "half"] if width_of(problem) <= most]
+    return next((tile for tile in holding if fits(problem, device, tile, kernel, PAIRS_BYTES)), holding[-1])
 
 
 def tangent_tiles(problem: Problem, device: Device) -> tuple[KernelConfig, ...]:
     """The tiles of a width that a chip has the shared memory for; with a feature of each pair, of fewer keys."""
     p = problem
-    most = tables.MOST_TANGENTS if has_most(p.dtype, device) else tables.HALF_TANGENTS
-    found = fitting(tables.SINGLE_TANGENTS if p.dtype is torch.float32 else most, p)
+    chips = "float32" if p.dtype is torch.float32 else "most" if has_most(p.dtype, device) else "half"
+    found = fitting("tangents", chips, p)
     if misaligned(p, device):
         found = tuple(x._replace(block_m=32, num_warps=4) for x in found)
     if needs_room(p, device):
@@ -157,12 +155,12 @@ def forward_tiles(tile: KernelConfig, problem: Problem, device: Device) -> tuple
     """
     p = problem
     if device.arch in MMA_SYNC and p.dtype is not torch.float32 and p.pages is None and adds_bias(p, device):
-        tiles = (x for x in fitting(tables.MMA_SYNC_BIASED, p) if fits(p, device, x, "forward", bias_bytes(p, x)))
+        tiles = (x for x in fitting("forward", "mma.sync", p) if fits(p, device, x, "forward", bias_bytes(p, x)))
         return (tile, *(x for x in tiles if x != tile))
     if device.type == "cpu" or needs_room(p, device):
         return (tile,)
     if has_most(p.dtype, device):
-        return fitting(tables.PLAIN_FORWARD, p) or (tile,)
+        return fitting("forward", "most", p) or (tile,)
     return (tile, *tables.MORE_SINGLE) if tile == tables.LARGE else (tile,)
 
 
@@ -206,7 +204,7 @@ def few_rows(tiles: TileConfig, width: int, problem: Problem, device: Device) ->
         blocks = -(-max(p.seqlen_q, 1) * group // tile.block_m)
         programs = max(1, blocks * p.num_heads_q // group * p.batch)
         slots, most = (device.cores, device.cores * programs_of_core(p, device, tile)), -(-p.seqlen_k // tile.block_n)
-        filling = {n for x in slots for n in splits_that_fill(SPLITS, programs, x, most)}
+        filling = {n for x in slots for n in splits_that_fill(tables.SPLITS, programs, x, most)}
         if max(filling, default=1) > MERGED_AT_ONCE:  # fewer programs may be worth it for the merge
             filling.add(MERGED_AT_ONCE)
         for n in sorted({1, *filling}):
@@ -234,7 +232,7 @@ def batch_invariant(
     registers = PART_REGISTERS if few else None
     chosen = tiles._replace(forward=tile, pack_gqa=group, part_keys=part_keys, part_registers=registers)
     parts = min(-(-p.seqlen_k // part_keys), most_parts(p.num_heads_kv))
-    for n in (1, *splits_that_fill(SPLITS, programs, slots, parts)):
+    for n in (1, *splits_that_fill(tables.SPLITS, programs, slots, parts)):
         yield chosen, n
 
 
@@ -297,11 +295,11 @@ def backward(problem: Problem, device: Device) -> Iterator[TileConfig]:
     if row.dq == tables.LARGE and not needs_room(p, device):
         yield from of_float32(plain, p)
     else:
-        for dkdv in more(row.dkdv, tables.MORE_DKDV, tables.MMA_SYNC_DKDV, p, device):
-            for dq in more(row.dq, tables.MORE_DQ, tables.MMA_SYNC_DQ, p, device):
+        for dkdv in more(row.dkdv, "dkdv", p, device):
+            for dq in more(row.dq, "dq", p, device):
                 yield plain._replace(dkdv=dkdv, dq=dq)
     if not p.deterministic:
-        for loop in mma_tiles(tables.MMA_ONE_LOOP, "one loop", p, device):
+        for loop in mma_tiles("one loop", p, device):
             yield plain._replace(one_loop=loop)
     half = p.dtype is not torch.float32 and not misaligned(p, device)
     if half and p.layout in ("dense", "varlen") and p.num_heads_q == p.num_heads_kv and not p.seqused_q:
@@ -321,25 +319,27 @@ def of_float32(plain: TileConfig, problem: Problem) -> Iterator[TileConfig]:
             yield plain._replace(dkdv=tables.SPLIT_DKDV, dq=dq)
 
 
-def more(tile: KernelConfig, most: Table, mma_sync: Table, problem: Problem, device: Device) -> list[KernelConfig]:
+def more(tile: KernelConfig, kernel: str, problem: Problem, device: Device) -> list[KernelConfig]:
     """The tile, and others of plain calls, on chips with the most shared memory or with mma.sync."""
     p = problem
     if p.dtype is torch.float32 or needs_room(p, device) or p.softcap or p.score_mod or p.mask_mod:
         return [tile]
-    table = most if has_most(p.dtype, device) else mma_sync if device.arch in MMA_SYNC else ()
-    return [tile, *(other for other in fitting(table, p) if other != tile)]
+    if not has_most(p.dtype, device) and device.arch not in MMA_SYNC:
+        return [tile]
+    others = fitting(kernel, "most" if has_most(p.dtype, device) else "mma.sync", p)
+    return [tile, *(other for other in others if other != tile)]
 
 
-def mma_tiles(table: Table, kernel: str, problem: Problem, device: Device) -> list[KernelConfig]:
+def mma_tiles(kernel: str, problem: Problem, device: Device) -> list[KernelConfig]:
     """The tiles of a kernel of `kernels.mma` that a chip has the shared memory for."""
     if not takes_mma(problem, device):
         return []
-    return [tile for tile in fitting(table, problem) if fits(problem, device, tile, kernel)]
+    return [tile for tile in fitting(f"mma {kernel}", "mma.sync", problem) if fits(problem, device, tile, kernel)]
 
 
-def fitting(table: Table, problem: Problem) -> tuple[KernelConfig, ...]:
+def fitting(kernel: str, chips: str, problem: Problem) -> tuple[KernelConfig, ...]:
     """The tiles of the narrowest width that holds the problem's."""
-    width = max(problem.head_dim, problem.head_dim_v)
+    table, width = tables.MORE[kernel, chips], width_of(problem)
     least = min((most for most, _ in table if most >= width), default=0)
     return tuple(tile for most, tile in table if most == least)
 
@@ -374,7 +374,7 @@ def walks(problem: Problem, device: Device) -> Iterator[FusedConfig]:
         tile = KernelConfig(*sides, walk.num_warps, 1 if features else walk.num_stages)
         slots = 2 * programs_of_core(p, device, tile, "fused") * device.cores
         most = min(slots // max(p.batch * p.num_heads_q, 1), length // walk.step // LEAST_STEPS, 16)
-        for n in SPLITS:
+        for n in tables.SPLITS:
             if n == 1 or n <= most:
                 yield FusedConfig(tile, walk.over, n)
 

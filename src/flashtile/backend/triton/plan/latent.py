@@ -19,7 +19,6 @@ from . import tables
 from .cost import programs_of_core
 from .families import misaligned
 
-SPLITS = (1, 2, 4, 8, 16, 32, 64)
 LEAST_WGMMA = 64  # rows of a tile that Hopper's warpgroup products take
 # Tiles of 16-bit numbers by shared memory in KiB, then rows; a chip takes the largest that it has room for.
 TILES = {
@@ -52,7 +51,7 @@ def forward(problem: Problem, device: Device) -> Iterator[tuple[TileConfig, int]
         blocks = -(-packed_rows(p) // tile.block_m)
         programs = max(1, blocks * p.num_heads_q // group * p.batch)
         slots = device.cores * programs_of_core(p, device, tile)
-        for n in (1, *splits_that_fill(SPLITS, programs, slots, -(-p.seqlen_k // tile.block_n))):
+        for n in (1, *splits_that_fill(tables.SPLITS, programs, slots, -(-p.seqlen_k // tile.block_n))):
             yield chosen, n
 
 

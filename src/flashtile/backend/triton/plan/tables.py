@@ -18,6 +18,8 @@ class Walk(NamedTuple):
     longest: int = LONGEST  # length of the side that is walked over; longer ones were not measured
 
 
+Table = tuple[tuple[int, KernelConfig], ...]  # tiles by the most features of their kernels
+SPLITS = (1, 2, 4, 8, 16, 32, 64)  # splits of keys, each with kernels of its own
 NARROW = (  # tiles up to 256 features, for 99 KiB and more
     WidthConfigs(64, KernelConfig(128, 64, 4, 3), KernelConfig(64, 64, 4, 2), KernelConfig(64, 64, 4, 2)),
     WidthConfigs(128, KernelConfig(64, 64, 4, 2), KernelConfig(32, 64, 4, 2), KernelConfig(64, 32, 4, 2)),
@@ -63,62 +65,53 @@ SINGLE_TF32X3 = (  # Hopper's; wider tiles of float32 have no registers for comp
         KernelConfig(32, 32, 4, 1, precision="tf32x3"),
     ),
 )
-# Tiles of plain calls, by the most features of their kernels: of 16 bits on chips with the most shared memory,
-PLAIN_FORWARD = (
-    (64, KernelConfig(64, 64, 4, 3)), (64, KernelConfig(128, 64, 4, 3)), (64, KernelConfig(64, 32, 4, 3)),
-    (128, KernelConfig(64, 64, 4, 3)), (256, KernelConfig(64, 64, 4, 2)),
-)  # fmt: skip
-# there more tiles of backward,
-MORE_DKDV = ((64, KernelConfig(64, 64, 4, 3)), (64, KernelConfig(32, 128, 4, 3)))
-MORE_DQ = ((64, KernelConfig(128, 64, 4, 3)), (64, KernelConfig(128, 32, 4, 3)))
-# on chips with mma.sync, for forward with a bias, for dk and dv, and for dq,
-MMA_SYNC_BIASED = ((64, KernelConfig(64, 64, 4, 3)), (128, KernelConfig(128, 32, 4, 3)))
-MMA_SYNC_DKDV = ((64, KernelConfig(32, 128, 4, 3)), (128, KernelConfig(32, 128, 8, 3)))
-MMA_SYNC_DQ = ((64, KernelConfig(128, 32, 4, 3)), (128, KernelConfig(128, 32, 4, 2)), (256, KernelConfig(64, 32, 4, 1)))
-# and of float32 on Hopper: for forward and dq, and for dk and dv.
+# More of float32 on Hopper: for forward and dq, and for dk and dv.
 MORE_SINGLE = (KernelConfig(64, 64, 4, 1, precision="tf32x3"), KernelConfig(32, 64, 4, 1, precision="tf32x3"))
 MORE_SINGLE_DKDV = (KernelConfig(32, 64, 4, 1, precision="tf32x3"),)
-# Of `kernels.mma`, on chips with mma.sync; those of one loop walk over rows.
-MMA_FORWARD = tuple(
-    (width, KernelConfig(*tile, mma=True))
-    for width, tile in (
-        (128, (128, 64, 4, 1)), (128, (128, 128, 8, 1)), (128, (64, 64, 4, 1)),
-        (256, (64, 64, 4, 1)),
-    )
-)  # fmt: skip
-MMA_ONE_LOOP = tuple(
-    (width, KernelConfig(*tile, mma=True))
-    for width, tile in (
-        (64, (32, 128, 4, 2)), (64, (64, 64, 4, 2)),
-        (128, (64, 128, 8, 1)), (128, (32, 128, 8, 2)), (128, (32, 128, 8, 1)), (128, (64, 64, 4, 1)),
-        (256, (64, 64, 8, 1)), (256, (16, 64, 8, 1)),
-    )
-)  # fmt: skip
 # Of rows that were split ahead into bfloat16 parts, up to 64 features.
 SPLIT_DKDV = KernelConfig(64, 64, 4, 1, precision="bf16x6")
 SPLIT_DQ = (KernelConfig(128, 64, 8, 2, precision="bf16x6"), KernelConfig(64, 64, 4, 1, precision="bf16x6"))
-# Forward with tangents: on chips with the most shared memory, measured (`benchmarks/derivatives.py --candidates`); on
-# others, chosen by ptxas, so that they spill at most 4 bytes a thread; and for float32.
-MOST_TANGENTS = (
-    (64, KernelConfig(64, 64, 4, 3)), (64, KernelConfig(128, 64, 8, 3)),
-    (128, KernelConfig(128, 32, 8, 3)),
-    (256, KernelConfig(32, 32, 4, 2)), (512, KernelConfig(16, 16, 8, 1)),
-)  # fmt: skip
-HALF_TANGENTS = (
-    (64, KernelConfig(128, 32, 8, 2)), (64, KernelConfig(64, 32, 4, 2)),
-    (128, KernelConfig(64, 32, 8, 2)),
-    (256, KernelConfig(32, 32, 8, 2)), (512, KernelConfig(16, 16, 8, 1)),
-)  # fmt: skip
-SINGLE_TANGENTS = ((64, KernelConfig(32, 16, 8, 1)), (512, KernelConfig(16, 16, 8, 1)))
-# Second derivatives, of rows and of keys: the first that fits (`benchmarks/second_derivatives.py`); and of float32.
-SECOND_ROWS = (
-    (64, KernelConfig(64, 64, 4, 2)), (128, KernelConfig(64, 32, 4, 2)), (128, KernelConfig(64, 32, 4, 1)),
-    (256, KernelConfig(32, 32, 4, 1)), (512, KernelConfig(16, 16, 4, 1)),
-)  # fmt: skip
-SECOND_KEYS = (
-    (64, KernelConfig(64, 64, 4, 2)), (128, KernelConfig(32, 128, 8, 1)), (128, KernelConfig(64, 32, 4, 1)),
-    (256, KernelConfig(32, 32, 4, 1)), (512, KernelConfig(16, 16, 4, 1)),
-)  # fmt: skip
+
+
+def table(*rows: tuple[int, int, int, int, int], mma: bool = False) -> Table:
+    """Rows of the most features and a tile's rows, keys, warps and stages."""
+    return tuple((width, KernelConfig(m, n, warps, stages, mma=mma)) for width, m, n, warps, stages in rows)
+
+
+# More tiles by kernel and chips: "most" shared memory, "half" of it, or mma.sync. The kernel of "mma one loop" walks
+# over rows, and forward's tiles are for plain calls, on chips with mma.sync for a bias. Tiles of tangents were measured
+# on chips with the most shared memory (`benchmarks/derivatives.py --candidates`), and chosen by ptxas on others, where
+# they spill at most 4 bytes a thread. Second derivatives take the first that fits (`benchmarks/second_derivatives.py`).
+MORE: dict[tuple[str, str], Table] = {
+    ("forward", "most"): table(
+        (64, 64, 64, 4, 3), (64, 128, 64, 4, 3), (64, 64, 32, 4, 3), (128, 64, 64, 4, 3), (256, 64, 64, 4, 2)
+    ),
+    ("dkdv", "most"): table((64, 64, 64, 4, 3), (64, 32, 128, 4, 3)),
+    ("dq", "most"): table((64, 128, 64, 4, 3), (64, 128, 32, 4, 3)),
+    ("forward", "mma.sync"): table((64, 64, 64, 4, 3), (128, 128, 32, 4, 3)),
+    ("dkdv", "mma.sync"): table((64, 32, 128, 4, 3), (128, 32, 128, 8, 3)),
+    ("dq", "mma.sync"): table((64, 128, 32, 4, 3), (128, 128, 32, 4, 2), (256, 64, 32, 4, 1)),
+    ("mma forward", "mma.sync"): table(
+        (128, 128, 64, 4, 1), (128, 128, 128, 8, 1), (128, 64, 64, 4, 1), (256, 64, 64, 4, 1), mma=True
+    ),
+    ("mma one loop", "mma.sync"): table(
+        (64, 32, 128, 4, 2), (64, 64, 64, 4, 2), (128, 64, 128, 8, 1), (128, 32, 128, 8, 2), (128, 32, 128, 8, 1),
+        (128, 64, 64, 4, 1), (256, 64, 64, 8, 1), (256, 16, 64, 8, 1), mma=True,
+    ),
+    ("tangents", "most"): table(
+        (64, 64, 64, 4, 3), (64, 128, 64, 8, 3), (128, 128, 32, 8, 3), (256, 32, 32, 4, 2), (512, 16, 16, 8, 1)
+    ),
+    ("tangents", "half"): table(
+        (64, 128, 32, 8, 2), (64, 64, 32, 4, 2), (128, 64, 32, 8, 2), (256, 32, 32, 8, 2), (512, 16, 16, 8, 1)
+    ),
+    ("tangents", "float32"): table((64, 32, 16, 8, 1), (512, 16, 16, 8, 1)),
+    ("second rows", "half"): table(
+        (64, 64, 64, 4, 2), (128, 64, 32, 4, 2), (128, 64, 32, 4, 1), (256, 32, 32, 4, 1), (512, 16, 16, 4, 1)
+    ),
+    ("second keys", "half"): table(
+        (64, 64, 64, 4, 2), (128, 32, 128, 8, 1), (128, 64, 32, 4, 1), (256, 32, 32, 4, 1), (512, 16, 16, 4, 1)
+    ),
+}  # fmt: skip
 # Of wide heads: weights of pairs in memory, and their products (`launch.second_blocks`).
 # Chosen by ptxas, so that loops spill nothing in 16 bits.
 BLOCKED_SECOND = BlockedSecond(
