@@ -24,6 +24,7 @@ ALIGNED = 16  # bytes of one asynchronous copy
 BY_PYTORCH = {False: "PyTorch's", True: "PyTorch's, of bfloat16 parts"}  # float32's products
 LONG_OF_EIGHT_BITS = 4096  # keys from which a tile has twice as many (`benchmarks/eight_bit_caches.py --forms`)
 KEYS_TIMES_WIDTH, FEW = 8192, 16  # size of a tile that decodes; rows above which products take time too
+BLOCKED_ABOVE = 128  # features above which a second derivative has the weights of pairs in memory
 WIDE_FLOAT32, WIDE_HALF = 128, 256  # head dimensions above which tiles are too small to be fast
 MOST_KEYS = 2**16  # keys of a row of products, which one program reads
 PAIRS_BYTES = 4096  # shared memory beside rows and probabilities, for a feature of few rows
@@ -92,6 +93,11 @@ def second(problem: Problem, device: Device) -> Iterator[TileConfig]:
     rows and for keys.
     """
     p = problem
+    if width_of(p) > BLOCKED_ABOVE and p.layout == "dense" and not p.softcap:
+        row = row_of(p, device)
+        blocked = tables.BLOCKED_INTERPRETER if device.type == "cpu" else tables.BLOCKED_SECOND
+        yield TileConfig(row.forward, row.dkdv, row.dq, second=blocked)
+        return
     if device.type == "cpu":
         pair = (tables.INTERPRETER.dq, tables.INTERPRETER.dkdv)
     elif p.dtype is torch.float32:
