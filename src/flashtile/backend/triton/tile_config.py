@@ -34,13 +34,15 @@ class FusedConfig(NamedTuple):
 
 class BlockedSecond(NamedTuple):
     """The kernels of a second derivative whose weights of pairs are in memory, one range of heads and rows after
-    another: the tiles of weights, and of sums of some columns for rows and for keys.
+    another: the tiles of weights, and of sums of some columns for rows and for keys. The weights of `unit` rows and
+    keys are all stored if any is.
     """
 
     weights: KernelConfig
     rows: KernelConfig
     keys: KernelConfig
     columns: int
+    unit: int
 
     def __str__(self) -> str:
         return f"weights {self.weights}, {self.columns} columns of rows {self.rows} and of keys {self.keys}"

@@ -31,7 +31,6 @@ WEIGHTS, COMPLETE = (
 )
 OF_KEYS, OF_ROWS = (Kernel(f"{KERNELS}.second_products", f"weighted_{name}_kernel") for name in ("keys", "rows"))
 PAIRS = 2**25  # whose weights are in memory: 256 MiB of 16-bit numbers, 512 MiB of float32, and 3% for sums
-UNIT = 128  # rows and keys whose weights are all stored if any is
 # The arguments of `second_weights.Visibility`.
 ADDRESSES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table", "leftpad_k", "seed")
 VISIBILITY = (
@@ -99,7 +98,7 @@ class Blocks:
         }
         q, k = self.call.tensors[:2]
         batch, heads, rows, _ = q.shape
-        self.unit = UNIT if q.is_cuda else config.weights.block_m * 2
+        self.unit = config.unit
         origin = self.call.settings.j0 % 8 if self.call.settings.dropout_p > 0 else 0
         self.pitch = max(1, -(-(k.shape[2] + origin) // self.unit)) * self.unit
         self.group = heads // max(k.shape[1], 1)
