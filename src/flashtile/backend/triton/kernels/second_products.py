@@ -1,7 +1,7 @@
 """Products of the weights of pairs (`second_weights`) with keys and with rows: one sum of `BLOCK_D` columns a program.
 
-    of keys:  dq = scale (r k + ds tk),   tout = p tv + w v
-    of rows:  dk = scale (r^T q + ds^T tq),   dv = w^T dout
+of keys:  dq = scale (r k + ds tk),   tout = p tv + w v
+of rows:  dk = scale (r^T q + ds^T tq),   dv = w^T dout
 """
 
 import triton
@@ -19,8 +19,8 @@ from .sequences import key_seqlen
 
 @kernel
 def weighted_keys_kernel(
-    first: Pointer, second: Pointer, x: KeyTensor, y: KeyTensor, result: QueryTensor, span: HeadRange, params: Visibility,
-    scale: Scalar, D: tl.constexpr, UNIT: tl.constexpr, BLOCK_D: tl.constexpr, CONFIG: tl.constexpr,
+    first: Pointer, second: Pointer, x: KeyTensor, y: KeyTensor, result: QueryTensor, span: HeadRange,
+    params: Visibility, scale: Scalar, D: tl.constexpr, UNIT: tl.constexpr, BLOCK_D: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Store `result [B, H, Sq, D] = scale * (first @ x + second @ y)` for the rows of a range."""
     ALIGN: tl.constexpr = CONFIG.ALIGN

@@ -205,7 +205,11 @@ def complete_weights_kernel(
     local = block * BLOCK_M + tl.arange(0, BLOCK_M)
     total_rows = elements(span.range_rows, UNIT)
     sums = weights.weight_sums + number * span.pitch * (UNIT // TILE) * SUMS * total_rows + local[:, None]
-    T, crossed, of_dp = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    T, crossed, of_dp = (
+        tl.zeros([BLOCK_M], tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+    )
     for first in range(lo // TILE, hi // TILE, TILES):
         tile = first + tl.arange(0, TILES)[None, :]
         exists, at = tile < hi // TILE, sums + tile * SUMS * total_rows

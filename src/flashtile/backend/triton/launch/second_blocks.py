@@ -30,13 +30,14 @@ WEIGHTS, COMPLETE = (
     Kernel(f"{KERNELS}.second_weights", f"{name}_kernel") for name in ("second_weights", "complete_weights")
 )
 OF_KEYS, OF_ROWS = (Kernel(f"{KERNELS}.second_products", f"weighted_{name}_kernel") for name in ("keys", "rows"))
-PAIRS = 2**25  # whose weights are in memory: 256 MiB of 16-bit numbers, 512 MiB of float32, and 3% for sums
+MOST_BYTES = 2**28  # of weights in memory, unless those of one unit of rows take more; sums of tiles are 5% more
+WEIGHTS_OF_PAIR = 4
 # The arguments of `second_weights.Visibility`.
 ADDRESSES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table", "leftpad_k", "seed")
 VISIBILITY = (
-    "stride_page_table_b", "num_tiles", "batch", "num_heads_q", "num_heads_k", "total_q", "total_k", "max_seqlen_k", "pair_rows", "num_pages",
-    "window_left", "window_right", "top_left", "attention_chunk", "chunk_origin", "diagonal", "i0", "j0", "b0", "h0",
-    "num_heads", "threshold", "keep_scale",
+    "stride_page_table_b", "num_tiles", "batch", "num_heads_q", "num_heads_k", "total_q", "total_k", "max_seqlen_k",
+    "pair_rows", "num_pages", "window_left", "window_right", "top_left", "attention_chunk", "chunk_origin",
+    "diagonal", "i0", "j0", "b0", "h0", "num_heads", "threshold", "keep_scale",
 )  # fmt: skip
 COMPLETED = {"BLOCK_M": 8, "WIDTH": 512, "TILES": 32, "num_warps": 4}
 
@@ -93,8 +94,7 @@ class Blocks:
         recorder, self.call = launches.recorder, launches.call
         self.launches, self.recorder, self.config, self.moves = launches, recorder, config, moves
         self.along = {
-            f"t{name}": None if x is None else recorder.op(rows_last, x)
-            for name, x in zip("qkv", along, strict=False)
+            f"t{name}": None if x is None else recorder.op(rows_last, x) for name, x in zip("qkv", along, strict=False)
         }
         q, k = self.call.tensors[:2]
         batch, heads, rows, _ = q.shape
@@ -102,7 +102,8 @@ class Blocks:
         origin = self.call.settings.j0 % 8 if self.call.settings.dropout_p > 0 else 0
         self.pitch = max(1, -(-(k.shape[2] + origin) // self.unit)) * self.unit
         self.group = heads // max(k.shape[1], 1)
-        self.ranges = ranges_of(batch * heads, self.group, rows, self.pitch, self.unit, PAIRS)
+        pairs = MOST_BYTES // (WEIGHTS_OF_PAIR * q.element_size())
+        self.ranges = ranges_of(batch * heads, self.group, rows, self.pitch, self.unit, pairs)
 
     def run(self, needs: Needs) -> Results:
         q, k, v = self.call.tensors[:3]
@@ -113,14 +114,10 @@ class Blocks:
         sums = [self.recorder.op(zero_sums, x) if needed else None for x, needed in ((k, needs.k), (v, needs.v))]
         if self.ranges:
             self.over_ranges(tout, tlse, dq, *sums)
-        dk, dv = (
-            None if x is None else self.recorder.op(partial(rounded, dtype), x) for x in sums
-        )
+        dk, dv = (None if x is None else self.recorder.op(partial(rounded, dtype), x) for x in sums)
         return tout, tlse, *Gradients(q=dq, k=dk, v=dv).flat()
 
-    def over_ranges(
-        self, tout: Tensor, tlse: Tensor, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None
-    ) -> None:
+    def over_ranges(self, tout: Tensor, tlse: Tensor, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> None:
         most = max(x.num_heads * x.num_rows for x in self.ranges)
         dtype, tiles = tout.dtype, self.pitch // self.config.weights.block_n
         names = ("weight_p", "weight_t", "weight_ds", "weight_r")

@@ -120,9 +120,14 @@ SECOND_KEYS = (
     (256, KernelConfig(32, 32, 4, 1)), (512, KernelConfig(16, 16, 4, 1)),
 )  # fmt: skip
 # Of wide heads: weights of pairs in memory, and their products (`launch.second_blocks`).
+# Chosen by ptxas, so that loops spill nothing in 16 bits.
 BLOCKED_SECOND = BlockedSecond(
     KernelConfig(64, 64, 4, 2), KernelConfig(128, 64, 8, 3), KernelConfig(64, 128, 8, 3), columns=128, unit=128
 )
+BLOCKED_SINGLE = BlockedSecond(
+    KernelConfig(64, 32, 4, 1, precision="tf32x3"), KernelConfig(64, 32, 8, 2, precision="tf32x3"),
+    KernelConfig(32, 64, 8, 2, precision="tf32x3"), columns=64, unit=128,
+)  # fmt: skip
 SINGLE_SECOND = KernelConfig(16, 16, 4, 1, precision="tf32x3")
 TF32_DKDV = KernelConfig(64, 32, 4, 1, precision="tf32x3")  # for one product
 BIASED = WidthConfigs(  # calls of 16-bit numbers with a bias for each pair
