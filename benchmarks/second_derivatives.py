@@ -45,7 +45,8 @@ def passes(attention: Callable[..., Any], cell: Cell) -> tuple[Callable[[], Any]
 
 
 def tile_of(text: str) -> KernelConfig:
-    return KernelConfig(*(int(n) for n in text.split("x")))
+    block_m, block_n, num_warps, num_stages = (int(n) for n in text.split("x"))
+    return KernelConfig(block_m, block_n, num_warps, num_stages)
 
 
 @contextlib.contextmanager

@@ -167,7 +167,8 @@ def blocked_second(problem: Problem, device: Device, config: TileConfig) -> Cost
     head = waves.row_tiles(p.window, rows, keys, BLOCKED_SIDE, BLOCKED_SIDE)
     pairs = batch * p.num_heads_q * head.total.steps * BLOCKED_SIDE**2
     cost = forward(problem, device, config)
-    counts = Counts(cost.counts)
+    counts = Counts()
+    counts.update(cost.counts)
     counts["products operation"] += pairs * BLOCKED_PRODUCTS * (p.head_dim + p.head_dim_v)
     counts["products byte"] += pairs * WEIGHT_BYTES * p.dtype.itemsize
     return Cost(counts, cost.limits)
