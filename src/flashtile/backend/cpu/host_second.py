@@ -33,13 +33,16 @@ def second(
     strides = [args.strides(name, x) for name, x in given.items()]
     block = args.with_fields(launch.block, {name: x for values in strides for name, x in values.items()})
     given |= {"tlse": tlse, "product": row_products(rows.dout, tout, of_rows)}
+    captured = args.captured_tensors(call)  # of a mask function; named until the kernel returns
     tensors = args.input_tensors(call, q, k, v) | given | table_tensors(launch.blocks, call)
+    tensors |= args.captured_table(captured)
     for fields in (rows, buffers):
         tensors.update([(name, x) for name, x in zip(fields._fields, fields, strict=True) if x is not None])
     run(launch._replace(block=block), tensors)
+    del captured
     dq = query_gradient(launch, call, buffers.dq)
     dk, dv = (without_padding(x, dx) for x, dx in ((call.tensors.k, buffers.dk), (call.tensors.v, buffers.dv)))
-    return tout, tlse, Gradients(q=dq, k=dk, v=dv)
+    return tout, tlse, Gradients(q=dq, k=dk, v=dv, score_mod_tensors=(None,) * len(call.tensors.score_mod_tensors))
 
 
 def row_products(dout: Tensor, tout: Tensor, like: Tensor) -> Tensor:

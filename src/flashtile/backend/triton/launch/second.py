@@ -44,7 +44,9 @@ def launch_second(recorder: Recorder, plan: Plan, call: Call, moves: Needs, need
     directions = Directions(launches, along, tlse, recorder.op(row_products, dout, tout))
     dq = directions.of_rows(plan.tile.second[0], moves) if needs.q else None
     dk, dv = directions.of_keys(plan.tile.second[1], moves) if needs.k or needs.v else (None, None)
-    return tout, tlse, *Gradients(q=dq, k=dk if needs.k else None, v=dv if needs.v else None).flat()
+    others = (None,) * len(call.tensors.score_mod_tensors)  # of a mask function, through which no gradient passes
+    gradients = Gradients(q=dq, k=dk if needs.k else None, v=dv if needs.v else None, score_mod_tensors=others)
+    return tout, tlse, *gradients.flat()
 
 
 def row_products(dout: Tensor, tout: Tensor) -> Tensor:

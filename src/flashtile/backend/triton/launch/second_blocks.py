@@ -115,7 +115,8 @@ class Blocks:
         if self.ranges:
             self.over_ranges(tout, tlse, dq, *sums)
         dk, dv = (None if x is None else self.recorder.op(partial(rounded, dtype), x) for x in sums)
-        return tout, tlse, *Gradients(q=dq, k=dk, v=dv).flat()
+        others = (None,) * len(self.call.tensors.score_mod_tensors)  # of a mask function
+        return tout, tlse, *Gradients(q=dq, k=dk, v=dv, score_mod_tensors=others).flat()
 
     def over_ranges(self, tout: Tensor, tlse: Tensor, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> None:
         most = max(x.num_heads * x.num_rows for x in self.ranges)
