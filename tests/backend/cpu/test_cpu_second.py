@@ -42,18 +42,19 @@ def test_within_the_bound(name: str, sizes: tuple[int, int, int, int]) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_features_are_as_tiled(threads: int) -> None:
-    """Groups, a window, dropout, a bias, slopes and sinks together, of a direction of k and v alone."""
+    """Groups, a window, dropout, a bias, slopes and sinks together, along a direction of k, v and sinks."""
     inputs, (_, tk, tv), dout = drawn(torch.float64, 2, (37, 130, 16, 16))
     generator = torch.Generator().manual_seed(1)
     arguments: dict[str, Any] = {"window": (60, 7), "dropout_p": 0.3, "dropout_seed": 5}
     arguments |= {"bias": torch.randn(1, 4, 37, 130, generator=generator, dtype=torch.float64)}
-    arguments |= {"sinks": torch.zeros(4), "alibi_slopes": torch.rand(4, generator=generator)}
+    arguments |= {"alibi_slopes": torch.rand(4, generator=generator)}
+    sinks, tsinks = torch.randn(2, 4, generator=generator, dtype=torch.float64)
 
     def hessian(backend: str) -> tuple[torch.Tensor, ...]:
-        leaves = [x.clone().requires_grad_() for x in inputs]
-        out, lse = flashtile.attention(*leaves, backend=backend, return_lse=True, **arguments)
+        leaves = [x.clone().requires_grad_() for x in (*inputs, sinks)]
+        out, lse = flashtile.attention(*leaves[:3], sinks=leaves[3], backend=backend, return_lse=True, **arguments)
         first = torch.autograd.grad((out, lse), leaves[1:], (dout, lse.detach()), create_graph=True)
-        return torch.autograd.grad(first, leaves, (tk, tv))
+        return torch.autograd.grad(first, leaves, (tk, tv, tsinks))
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from ...call.call import Call, Gradients, Needs, Tangents, split_row_stats
 from ...call.plan import Plan
+from ..epilogue import second_sink_gradient
 from ..scalars import rows_last
 from . import arguments as args
 from . import workspace
@@ -42,7 +43,17 @@ def second(
     del captured
     dq = query_gradient(launch, call, buffers.dq)
     dk, dv = (without_padding(x, dx) for x, dx in ((call.tensors.k, buffers.dk), (call.tensors.v, buffers.dv)))
-    return tout, tlse, Gradients(q=dq, k=dk, v=dv, score_mod_tensors=(None,) * len(call.tensors.score_mod_tensors))
+    dsinks = None
+    if needs.sinks and call.tensors.sinks is not None:
+        residual = split_row_stats(q, rows.lse)[1]
+        dsinks = second_sink_gradient(
+            call.tensors.sinks, along.sinks, of_rows, residual, buffers.delta, tlse, given["product"]
+        )
+    return (
+        tout,
+        tlse,
+        Gradients(q=dq, k=dk, v=dv, sinks=dsinks, score_mod_tensors=(None,) * len(call.tensors.score_mod_tensors)),
+    )
 
 
 def row_products(dout: Tensor, tout: Tensor, like: Tensor) -> Tensor:
