@@ -34,7 +34,7 @@ def second(
     strides = [args.strides(name, x) for name, x in given.items()]
     block = args.with_fields(launch.block, {name: x for values in strides for name, x in values.items()})
     given |= {"tlse": tlse, "product": row_products(rows.dout, tout, of_rows)}
-    captured = args.captured_tensors(call)  # of a mask function; named until the kernel returns
+    captured = args.captured_tensors(call)  # a mask function's; the kernel reads them
     tensors = args.input_tensors(call, q, k, v) | given | table_tensors(launch.blocks, call)
     tensors |= args.captured_table(captured)
     for fields in (rows, buffers):

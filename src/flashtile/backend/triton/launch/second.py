@@ -46,7 +46,7 @@ def launch_second(recorder: Recorder, plan: Plan, call: Call, moves: Needs, need
     dq = directions.of_rows(plan.tile.second[0], moves) if needs.q else None
     dk, dv = directions.of_keys(plan.tile.second[1], moves) if needs.k or needs.v else (None, None)
     dsinks = sink_gradient(launches, along, needs, Rows(out, lse, residual, dlse), tlse, product)
-    others = (None,) * len(call.tensors.score_mod_tensors)  # of a mask function, through which no gradient passes
+    others = (None,) * len(call.tensors.score_mod_tensors)  # a mask function's tensors have no gradients
     dk, dv = (dk if needs.k else None), (dv if needs.v else None)
     gradients = Gradients(q=dq, k=dk, v=dv, sinks=dsinks, score_mod_tensors=others)
     return tout, tlse, *gradients.flat()

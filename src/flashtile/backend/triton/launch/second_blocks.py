@@ -31,7 +31,7 @@ WEIGHTS, COMPLETE = (
     Kernel(f"{KERNELS}.second_weights", f"{name}_kernel") for name in ("second_weights", "complete_weights")
 )
 OF_KEYS, OF_ROWS = (Kernel(f"{KERNELS}.second_products", f"weighted_{name}_kernel") for name in ("keys", "rows"))
-MOST_BYTES = 2**28  # of weights in memory, unless those of one unit of rows take more; sums of tiles are 5% more
+MOST_BYTES = 2**28  # weights in memory, unless one unit of rows has more; sums of tiles are 5% more
 WEIGHTS_OF_PAIR = 4
 # The arguments of `second_weights.Visibility`.
 ADDRESSES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table", "leftpad_k", "seed")
@@ -124,7 +124,7 @@ class Blocks:
         dk, dv = (None if x is None else self.recorder.op(partial(rounded, dtype), x) for x in sums)
         product = self.recorder.op(row_products, self.launches.dout, tout) if needs.sinks else tlse
         dsinks = sink_gradient(self.launches, self.moving, needs, rows, tlse, product)
-        others = (None,) * len(self.call.tensors.score_mod_tensors)  # of a mask function
+        others = (None,) * len(self.call.tensors.score_mod_tensors)  # a mask function's
         return tout, tlse, *Gradients(q=dq, k=dk, v=dv, sinks=dsinks, score_mod_tensors=others).flat()
 
     def over_ranges(self, tout: Tensor, tlse: Tensor, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> None:
