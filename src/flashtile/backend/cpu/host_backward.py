@@ -163,7 +163,7 @@ def run_backward(
 
 
 def query_gradient(launch: KernelLaunch, call: Call, dq: Tensor | None) -> Tensor | None:
-    """dq from those of splits, with zeros for packed rows that belong to no sequence."""
+    """The sum of the splits of dq, with zeros for packed rows outside of all sequences."""
     if dq is None:
         return None
     if launch.splits > 1:
