@@ -1,4 +1,4 @@
-"""Second derivatives: the gradients of the tangents of attention's results, for given cotangents.
+"""A kernel of second derivatives: gradients of the tangents of results, for given cotangents.
 
 With the names of docs/design/exactness.md, and for each row the tangent T of lse and `E = <dout, tout>`,
 
@@ -57,7 +57,7 @@ class SecondKernel(BackwardKernel):
         copy_rows(code, tq, offsets, self.num_valid, depth, dtype, w.tq_rows, round_up(depth, code.lanes))
 
     def load_row_stats(self) -> None:
-        """As in backward, with T and E of each row: 0 of rows without keys, since `0 * NaN` would be NaN."""
+        """Load what backward does, and T and E of each row: 0 of rows without keys, since `0 * NaN` would be NaN."""
         super().load_row_stats()
         code, a, w = self.code, self.a, self.w
         with code.loop(0, self.in_use) as r:
