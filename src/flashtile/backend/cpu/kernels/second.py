@@ -1,4 +1,4 @@
-"""A kernel for second derivatives, which differentiates the tangents of results, for given cotangents.
+"""Kernels for second derivatives: gradients by tangents, with given cotangents.
 
 With the names of docs/design/exactness.md, and for each row the tangent T of lse and `E = <dout, tout>`,
 
