@@ -1,4 +1,4 @@
-"""Kernels for second derivatives: gradients by tangents, with given cotangents.
+"""Second derivatives: gradients of the tangents of results, for given cotangents.
 
 With the names of docs/design/exactness.md, and for each row the tangent T of lse and `E = <dout, tout>`,
 
@@ -7,7 +7,7 @@ With the names of docs/design/exactness.md, and for each row the tangent T of ls
     dq = scale sum (r k + ds tk),   dk = scale sum (r q + ds tq),   dv = sum p (t - T) dout
 
 It is a backward pass with more in each block: up to ten products, and two weights of a pair for dq and dk. Products of
-directions that are absent are left out. Tasks, tables and sums are those of `backward`.
+directions that are absent are left out. It has the tasks, tables and sums of `backward`.
 """
 
 import math
