@@ -106,6 +106,37 @@ def test_wide_heads_in_groups_with_dropout_are_as_tiled(most_bytes: int, wide: p
     torch.testing.assert_close(found, right, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("blocked", [False, True])
+def test_a_mask_function_reads_a_tensor(blocked: bool, wide: pytest.MonkeyPatch) -> None:
+    """It has no gradient, and a place among the results."""
+    if not blocked:
+        wide.undo()
+    inputs, along, dout = tensors(torch.float32, 16, 16)
+    shown = SHOWN[0, 0]
+    found, passes = by_autograd(inputs, along, dout, "triton", mask=lambda b, h, i, j: shown[i, j])
+    assert ("second", "triton") in passes
+    bias = torch.where(SHOWN, 0.0, -torch.inf)
+    assert_close(found, second_derivative(inputs, along, dout, bias), torch.float32)
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+def test_sinks_are_as_tiled(blocked: bool, wide: pytest.MonkeyPatch) -> None:
+    """Their direction, their gradient and that of lse; one is no sink."""
+    if not blocked:
+        wide.undo()
+    inputs, along, dout = tensors(torch.float32, 16, 16)
+    sinks, tsinks = torch.tensor([0.3, -torch.inf]), torch.tensor([0.7, -0.4])
+
+    def hessian(backend: str) -> tuple[Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in (*inputs, sinks)]
+        out, lse = flashtile.attention(*leaves[:3], sinks=leaves[3], causal=True, backend=backend, return_lse=True)
+        first = torch.autograd.grad((out, lse), leaves, (dout, torch.ones_like(lse)), create_graph=True)
+        return torch.autograd.grad(first, leaves, (*along, tsinks))
+
+    for x, right in zip(hessian("triton"), hessian("tiled"), strict=True):
+        torch.testing.assert_close(x, right, atol=1e-5 * float(right.abs().max()), rtol=1e-4)
+
+
 def test_ranges_hold_whole_groups_or_equal_parts_of_one() -> None:
     of = partial(second_blocks.ranges_of, rows=300, pitch=256, unit=128)
     assert of(6, 2, pairs=5 * 384 * 256) == [(0, 4, 0, 384), (4, 2, 0, 384)]

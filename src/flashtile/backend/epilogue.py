@@ -44,6 +44,24 @@ def sink_weight(sink: Tensor, lse: Tensor, residual: Tensor | None = None) -> Te
     return torch.where(lse == -torch.inf, 0, share)
 
 
+def sink_tangents(sinks: Tensor, tsinks: Tensor, lse: Tensor, residual: Tensor | None) -> Tensor:
+    """Each row's part of its lse's tangent that is the sink's."""
+    sinks, tsinks = (x.to(lse.dtype)[:, None] for x in (sinks, tsinks))
+    return (sink_weight(sinks, lse, residual) * tsinks).contiguous()
+
+
+def second_sink_gradient(
+    sinks: Tensor, tsinks: Tensor | None, lse: Tensor, residual: Tensor | None, delta: Tensor, tlse: Tensor,
+    product: Tensor,
+) -> Tensor:  # fmt: skip
+    """The gradient of sinks in a second derivative, `[H]`: of a key without a value, whose score has the tangent
+    `tsinks`. `product` is `<dout, tout>` of each row.
+    """
+    weight = sink_weight(sinks.to(lse.dtype)[:, None], lse, residual)
+    moved = -tlse if tsinks is None else tsinks.to(lse.dtype)[:, None] - tlse
+    return sum_to_heads(weight * (-delta * moved - product))
+
+
 def sum_to_heads(rows: Tensor) -> Tensor:
     """Sum `[B, H, S]` or `[H, T]` to `[H]`."""
     per_head = rows.sum(dim=-1)

@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from ...call.call import Call, Needs
+from torch import Tensor
+
+from ...call.call import Call, Gradients, Needs, Tangents
 from ...call.plan import Plan
 from .arguments import decode_target, uses_matrix_tiles
 from .host_backward import backward, record_backward
@@ -17,9 +19,18 @@ __all__ = [
     "record_attend_with_cache",
     "record_backward",
     "record_forward",
+    "second",
     "tangents",
     "tiles",
 ]
+
+
+def second(
+    plan: Plan, call: Call, along: Tangents, needs: Needs, dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Tensor, Tensor, Gradients]:
+    from .host_second import second as run  # not needed by other passes
+
+    return run(plan, call, along, needs, dout, dlse)
 
 
 def tiles(plan: Plan, call: Call, needs: Needs | None) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -147,12 +147,7 @@ def run_backward(
     tensors.update(table_tensors(launch.blocks, call))
     run(launch, tensors)
     del captured
-    dq, dslopes = buffers.dq, buffers.dslopes
-    if dq is not None:
-        if launch.splits > 1:
-            dq = torch.sum(dq, 0, out=new_rows(t.q, q.shape[1], q.shape[-1], dq.dtype))
-        for tokens in launch.lengths.unused:
-            dq[tokens] = 0
+    dq, dslopes = query_gradient(launch, call, buffers.dq), buffers.dslopes
     lse, residual = split_row_stats(q, rows.lse)
     stats = RowStats(t.sinks, lse, buffers.delta, lse, rows.dlse, residual)
     grads = Gradients(
@@ -165,6 +160,18 @@ def run_backward(
         **{name: gradient(stats) for name, gradient in requested_from_rows(step.needs, t)},
     )
     return grads, tensors
+
+
+def query_gradient(launch: KernelLaunch, call: Call, dq: Tensor | None) -> Tensor | None:
+    """The sum of the splits of dq, with zeros for packed rows outside of all sequences."""
+    if dq is None:
+        return None
+    if launch.splits > 1:
+        q = call.tensors.q
+        dq = torch.sum(dq, 0, out=new_rows(q, q.shape[1], q.shape[-1], dq.dtype))
+    for tokens in launch.lengths.unused:
+        dq[tokens] = 0
+    return dq
 
 
 def backward_tasks(plan: Plan, call: Call, needs: Needs) -> BackwardTasks:
@@ -245,9 +252,10 @@ def pairs_per_bias_element(call: Call, bias: Tensor, lengths: Lengths) -> int:
 
 
 def backward_launch(
-    call: Call, tasks: BackwardTasks, inputs: tuple[Tensor, ...], lse: Tensor, buffers: GradientBuffers
-) -> KernelLaunch:
-    """Compute all arguments of the kernel but the addresses; `inputs` are q, k, v, out and dout."""
+    call: Call, tasks: BackwardTasks, inputs: tuple[Tensor, ...], lse: Tensor, buffers: GradientBuffers,
+    kernel: str = BACKWARD, layout_of: Callable[..., workspace.Layout] = workspace.backward_layout,
+) -> KernelLaunch:  # fmt: skip
+    """Compute all arguments of a kernel but the addresses; `inputs` are q, k, v, out and dout."""
     q, k, v, out, dout = inputs
     variant, lengths, split, _ = tasks
     values = args.call_scalars(call, variant, q, k, v)
@@ -276,8 +284,8 @@ def backward_launch(
         "total_keys": total_keys,
         "share_b": split.share_b,
         "share_h": split.share_h,
-        "work_size": workspace.num_bytes(workspace.backward_layout, *layout),
+        "work_size": workspace.num_bytes(layout_of, *layout),
     }
-    worker = threads.WORKER(function_address(BACKWARD, variant, targets.host()))
+    worker = threads.WORKER(function_address(kernel, variant, targets.host()))
     count = min(split.tasks, max_threads(call, lengths, rows))
     return KernelLaunch(worker, args.pack(values), count, values["work_size"], lengths, split.splits, blocks=table)

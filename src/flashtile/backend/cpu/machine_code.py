@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..compiling import expected
 from . import archive
 from .targets import Target
-from .variant import BACKWARD, FORWARD, TABLE, TANGENTS
+from .variant import BACKWARD, FORWARD, SECOND, TABLE, TANGENTS
 
 if TYPE_CHECKING:
     from .kernels.codegen import Source
@@ -78,6 +78,10 @@ def source_of(name: str, variant: Any, target: Target) -> "Source":
         from .kernels import tangents
 
         return tangents.source(variant, target)
+    if name == SECOND:
+        from .kernels import second
+
+        return second.source(variant, target)
     assert name == FORWARD
     from .kernels import decode, forward, row_values, tile_forward
 

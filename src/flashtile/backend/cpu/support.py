@@ -94,6 +94,23 @@ def tangent_candidates(problem: Problem, device: Device, moves: Needs) -> list[C
     return [Candidate(tile(problem, copies=2), 1, 0.0)]
 
 
+def declines_second(problem: Problem, moves: Needs, needs: Needs) -> str | None:
+    """The reason why this backend has no second derivative of a problem along inputs that move, or `None`."""
+    for named, what in ((moves, "directions"), (needs, "gradients")):
+        if any((named.bias, named.alibi_slopes, *named.score_mod_tensors)):
+            return f"its second derivatives have {what} of q, k, v and sinks alone"
+    if problem.score_mod is not None:
+        return "its second derivatives have no score function"
+    if problem.layout == "paged":
+        return "its second derivatives have no pages"
+    return None
+
+
+def second_candidates(problem: Problem, device: Device, moves: Needs, needs: Needs) -> list[Candidate]:
+    """The one way to compute a second derivative, after a forward pass with tangents."""
+    return [Candidate(tile(problem, copies=2), 1, 0.0)]
+
+
 def tile(problem: Problem, copies: int = 1) -> TileConfig:
     size = 8 if problem.dtype is torch.float64 else 4
     max_rows = ROW_BYTES // ((problem.head_dim + problem.head_dim_v) * size * copies)

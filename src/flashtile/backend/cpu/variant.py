@@ -9,7 +9,7 @@ from ...expression.derivative import Load
 from ...expression.program import joined
 
 # Names of the compiled functions.
-FORWARD, BACKWARD, TANGENTS, TABLE = "forward", "backward", "tangents", "distance_table"
+FORWARD, BACKWARD, TANGENTS, SECOND, TABLE = "forward", "backward", "tangents", "second", "distance_table"
 CAPTURED = "captured"
 LOG2E = math.log2(math.e)
 
@@ -128,7 +128,7 @@ class TaskSplit(NamedTuple):
 # from lse to its residual, 0 where that is not kept. `dq` and others are gradients in backward, else tangents.
 ADDRESSES = """
 q k v out lse mask bias captured blocks sinks seed sequences page_table partial_out partial_lse counter workspace
-dout dlse delta dq dk dv dbias dbias_error dslopes dsinks k_descale v_descale
+dout dlse delta dq dk dv dbias dbias_error dslopes dsinks k_descale v_descale tq tk tv tlse product
 """
 INTEGERS = """
 tasks batch num_heads_kv groups seqlen_total head_dim head_dim_v panels splits chunk
@@ -137,6 +137,7 @@ mask_b mask_h mask_i mask_j bias_b bias_h bias_i bias_j block_b block_h block_i 
 window_left window_right top_left attention_chunk diagonal i0 j0 b0 h0 num_heads threshold work_size
 dout_b dout_h dout_s dq_split dq_b dq_h dq_s dk_b dk_h dk_s dv_b dv_h dv_s
 dbias_b dbias_h dbias_i dbias_j share_b share_h total_keys out_is_real residual
+tq_b tq_h tq_s tk_b tk_h tk_s tv_b tv_h tv_s
 k_descale_b k_descale_p k_descale_n k_descale_h v_descale_b v_descale_p v_descale_n v_descale_h
 """
 REALS = "factor scale softcap_scale keep_scale"

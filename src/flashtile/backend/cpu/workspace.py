@@ -118,6 +118,19 @@ def backward_layout(rows: int, lanes: int, head_dim: Any, head_dim_v: Any, total
     yield "total_dv", total_keys * round_up(head_dim_v, lanes), REAL
 
 
+def second_layout(rows: int, lanes: int, head_dim: Any, head_dim_v: Any, total_keys: Any) -> Layout:
+    """The same for second derivatives: what backward has, and directions."""
+    yield from backward_layout(rows, lanes, head_dim, head_dim_v, total_keys)
+    for name in ("tlse", "product"):
+        yield name, rows, REAL
+    yield "tq", head_dim * rows, REAL  # [D, rows]
+    yield "tq_rows", round_up(head_dim, lanes) * rows, REAL
+    for name in ("tscores", "uscores"):  # [keys, rows]
+        yield name, BLOCK_N * rows, REAL
+    yield "tk", head_dim * BLOCK_N, REAL
+    yield "tv", head_dim_v * BLOCK_N, REAL
+
+
 def round_up(n: Any, step: int) -> Any:
     """`n` rounded up to a multiple of `step`."""
     return (n + (step - 1)) // step * step

@@ -112,8 +112,8 @@ def tangent_candidates(problem: Problem, device: Device, moves: Needs) -> list[C
 def declines_second(problem: Problem, moves: Needs, needs: Needs) -> str | None:
     """The reason why this backend has no second derivative of a problem along inputs that move, or `None`."""
     for named, what in ((moves, "directions"), (needs, "gradients")):
-        if any((*named[3:-1], *named.score_mod_tensors)):
-            return f"its second derivatives have {what} of q, k and v alone"
+        if any((named.bias, named.alibi_slopes, *named.score_mod_tensors)):
+            return f"its second derivatives have {what} of q, k, v and sinks alone"
     if problem.score_mod is not None:
         return "its second derivatives have no score function"
     if problem.layout == "paged":

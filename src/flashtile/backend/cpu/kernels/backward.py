@@ -8,6 +8,7 @@ its own; the host adds them.
 Where sequences or heads share elements of a bias, one task loops over all of them, so that dbias has one owner too.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -45,6 +46,11 @@ class BackwardKernel(Kernel):
 
     SIZES = ("head_dim", "head_dim_v", "total_keys")
     SHARED = ("clear_keys", "carry_keys", "load_rows", "compute_delta", "add_key_gradient")
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """The fields of the tensors that blocks of keys are loaded from."""
+        return "k", "v"
 
     def buffers(self, *sizes: Any) -> Layout:
         return backward_layout(self.panel.rows, self.code.lanes, *sizes)
@@ -100,11 +106,11 @@ class BackwardKernel(Kernel):
             with code.if_then((first < last) & (state > HIDDEN)):
                 state = self.load_mask_and_bias(code.index(0), first, last - first, state)
                 with code.if_then(state > HIDDEN):
-                    k, v = (
-                        load_keys(code, a, self.variant, self.task, side, first, last, scratch)
-                        for side, scratch in (("k", w.k), ("v", w.v))
+                    keys = (
+                        load_keys(code, a, self.variant, self.task, side, first, last, getattr(w, side))
+                        for side in self.sides
                     )
-                    self.call("process_block", first, last - first, state, *k, *v)
+                    self.call("process_block", first, last - first, state, *itertools.chain(*keys))
                     Touched(self).add(first, last)
             with code.if_then(many_keys & carry_due(block)):
                 self.call("carry", last=False)
@@ -252,7 +258,7 @@ class BackwardKernel(Kernel):
         self.call("add_key_gradient", first, count, w.scores, w.dout_rows, width, name="dv")
         self.call("add_key_gradient", first, count, w.dscores, w.q_rows, depth, name="dk")
         with code.if_then(a.pointer("dq").is_null().equals(0)):
-            accumulate_dq(self, KeyBlock(k, k_stride), count)
+            accumulate_dq(self, KeyBlock(k, k_stride), count, w.dscores)
 
     def add_dbias(self, first: Value, count: Value) -> None:
         accumulate_dbias(self, first, count)

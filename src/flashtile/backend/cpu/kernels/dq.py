@@ -6,7 +6,7 @@ from ..variant import Variant
 from .codegen import Code
 from .kernel import Kernel
 from .keys import KeyBlock
-from .operands import Value
+from .operands import Pointer, Value
 from .products import ACCUMULATOR_ROWS, Panel, accumulator_loop, declare_values, value_product
 from .row_values import declare_row_values, row_value_product, store_row_vectors
 from .tiles import num_valid_rows, store_transposed
@@ -20,15 +20,15 @@ def declare_dq(code: Code, panel: Panel, variant: Variant) -> None:
         declare_values(code, panel)
 
 
-def accumulate_dq(kernel: Kernel, k: KeyBlock, count: Value) -> None:
-    """Add a block's part, `dscores @ k`."""
+def accumulate_dq(kernel: Kernel, k: KeyBlock, count: Value, weights: Pointer) -> None:
+    """Add a block's part, `weights @ k`."""
     code, w, panel, depth = kernel.code, kernel.w, kernel.panel, kernel.a.integer("head_dim")
     if kernel.variant.row_values:
         num_valid = num_valid_rows(code, panel, kernel.task, code.index(0))
         loop = functools.partial(accumulator_loop, code, num_valid)
-        row_value_product(code, loop, w.dscores, panel.rows, k, count, w.dq, depth, w.alpha)
+        row_value_product(code, loop, weights, panel.rows, k, count, w.dq, depth, w.alpha)
     else:
-        args = (w.dscores, k.first, k.stride, count, w.dq, depth, w.alpha)
+        args = (weights, k.first, k.stride, count, w.dq, depth, w.alpha)
         kernel.with_narrow_panels(code.index(0), lambda panel: value_product(code, panel, *args))
 
 

@@ -56,7 +56,7 @@ def load_keys(
     kind = STORAGE_TYPES[target_dtype]
     source, table = a.pointer(side, kind), a.pointer("page_table", LONG)
     page_size, step = a.integer("page_size"), a.integer(f"{side}_s")
-    width = a.integer("head_dim" if side in ("k", "dk") else "head_dim_v")
+    width = a.integer("head_dim" if side in ("k", "dk", "tk") else "head_dim_v")
     offset, scratch = key_offsets(code, a, task, side), scratch.cast(kind)
 
     def copy() -> None:

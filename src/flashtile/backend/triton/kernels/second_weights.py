@@ -187,11 +187,11 @@ def second_weights_kernel(
 
 @kernel
 def complete_weights_kernel(
-    tlse: RowTensor, weights: Weights, span: HeadRange, params: Visibility, UNIT: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr,
+    tlse: RowTensor, of_sinks: Pointer, weights: Weights, span: HeadRange, params: Visibility, UNIT: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Store T of `BLOCK_M` rows, and complete their weights, `WIDTH` keys at a time. Sums are of `TILE` keys, and
-    `TILES` of them are added at a time.
+    `TILES` of them are added at a time; `of_sinks` are the sinks' parts of T, shaped as it.
     """
     lengths, program = params.lengths, tl.program_id(0)
     blocks = span.range_rows * (UNIT // BLOCK_M)
@@ -217,6 +217,9 @@ def complete_weights_kernel(
         crossed += tl.sum(tl.load(at + total_rows, mask=exists, other=0.0), 1)
         of_dp += tl.sum(tl.load(at + 2 * total_rows, mask=exists, other=0.0), 1)
     row = span.first_row + local
+    if of_sinks is not None:
+        parts = head_pointer(RowTensor(of_sinks, tlse.stride_b, tlse.stride_h), b, head, 1)
+        T += tl.load(parts + row, mask=row < lengths.total_q, other=0.0)
     tl.store(head_pointer(tlse, b, head, 1) + row, T, mask=row < lengths.total_q)
     T_i, E_i = T[:, None], (crossed - T * of_dp)[:, None]
     DTYPE: tl.constexpr = weights.weight_p.dtype.element_ty

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ....call.call import Call, new_rows, split_row_stats
-from ...epilogue import RowStats, sum_to_heads
+from ...epilogue import RowStats, second_sink_gradient, sum_to_heads
 
 
 def lse_of(out: Tensor, row_stats: Tensor) -> Tensor:
@@ -63,6 +63,15 @@ def from_row_stats(
 ) -> Tensor:
     """A gradient from lse and delta, which is the second of the kernels' statistics of a row."""
     return gradient(RowStats(sinks, lse, row_stats[..., : lse.shape[-1], 1], lse, dlse, residual))
+
+
+def second_from_row_stats(
+    row_stats: Tensor, sinks: Tensor, tsinks: Tensor | None, lse: Tensor, residual: Tensor | None, tlse: Tensor,
+    product: Tensor,
+) -> Tensor:  # fmt: skip
+    """The gradient of sinks in a second derivative, from the kernels' statistics of a row."""
+    delta = row_stats[..., : lse.shape[-1], 1]
+    return second_sink_gradient(sinks, tsinks, lse, residual, delta, tlse, product)
 
 
 def slope_gradient(slopes: Tensor, cu_seqlens: Tensor | None, rows: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from ..tile_config import KernelConfig
 from . import KERNELS
 from . import arguments as args
 from .backward_launches import BackwardLaunches, Rows
-from .gradients import lse_of, new_key_rows, no_gradient, residual_of
+from .gradients import lse_of, new_key_rows, no_gradient, residual_of, second_from_row_stats
 from .tangents import absent, constants, launch_tangents
 
 ROWS, KEYS = (Kernel(f"{KERNELS}.second", f"second_{side}_kernel") for side in ("rows", "keys"))
@@ -41,10 +41,26 @@ def launch_second(recorder: Recorder, plan: Plan, call: Call, moves: Needs, need
     lse = recorder.op(lse_of, out, row_stats)
     residual = recorder.op(residual_of, row_stats) if call.keeps_residual else None
     launches.preprocess(Rows(out, lse, residual, dlse))
-    directions = Directions(launches, along, tlse, recorder.op(row_products, dout, tout))
+    product = recorder.op(row_products, dout, tout)
+    directions = Directions(launches, along, tlse, product)
     dq = directions.of_rows(plan.tile.second[0], moves) if needs.q else None
     dk, dv = directions.of_keys(plan.tile.second[1], moves) if needs.k or needs.v else (None, None)
-    return tout, tlse, *Gradients(q=dq, k=dk if needs.k else None, v=dv if needs.v else None).flat()
+    dsinks = sink_gradient(launches, along, needs, Rows(out, lse, residual, dlse), tlse, product)
+    others = (None,) * len(call.tensors.score_mod_tensors)  # a mask function's tensors have no gradients
+    dk, dv = (dk if needs.k else None), (dv if needs.v else None)
+    gradients = Gradients(q=dq, k=dk, v=dv, sinks=dsinks, score_mod_tensors=others)
+    return tout, tlse, *gradients.flat()
+
+
+def sink_gradient(
+    launches: BackwardLaunches, along: Tangents, needs: Needs, rows: Rows, tlse: Tensor, product: Tensor
+) -> Tensor | None:
+    """The gradient of sinks, if it is requested."""
+    sinks = launches.call.tensors.sinks
+    if not needs.sinks or sinks is None:
+        return None
+    of_rows = (rows.lse, rows.residual, tlse, product)
+    return launches.recorder.op(second_from_row_stats, launches.row_stats, sinks, along.sinks, *of_rows)
 
 
 def row_products(dout: Tensor, tout: Tensor) -> Tensor:

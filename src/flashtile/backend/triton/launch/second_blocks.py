@@ -11,6 +11,7 @@ from torch import Tensor
 from ....call.call import Call, Gradients, Needs, Tangents, Tensors, lse_shape, new_rows
 from ....call.plan import Plan
 from ....call.problem import power_of_two
+from ...epilogue import sink_tangents
 from ...gpu.kernel import Kernel
 from ...gpu.pairs import with_contiguous_keys
 from ...gpu.pointers import Pointers
@@ -23,14 +24,14 @@ from . import arguments as args
 from .backward_launches import BackwardLaunches, Rows
 from .forward import launch_attention
 from .gradients import lse_of, no_gradient, residual_of
-from .second import NO_FEATURES, STILL
+from .second import NO_FEATURES, STILL, row_products, sink_gradient
 from .tangents import absent, constants
 
 WEIGHTS, COMPLETE = (
     Kernel(f"{KERNELS}.second_weights", f"{name}_kernel") for name in ("second_weights", "complete_weights")
 )
 OF_KEYS, OF_ROWS = (Kernel(f"{KERNELS}.second_products", f"weighted_{name}_kernel") for name in ("keys", "rows"))
-MOST_BYTES = 2**28  # of weights in memory, unless those of one unit of rows take more; sums of tiles are 5% more
+MOST_BYTES = 2**28  # weights in memory, unless one unit of rows has more; sums of tiles are 5% more
 WEIGHTS_OF_PAIR = 4
 # The arguments of `second_weights.Visibility`.
 ADDRESSES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table", "leftpad_k", "seed")
@@ -82,8 +83,9 @@ def launch_second_blocks(recorder: Recorder, plan: Plan, call: Call, moves: Need
     dout = recorder.op(no_gradient, out) if dout is None else recorder.op(rows_last, dout)
     launches = BackwardLaunches(recorder, with_contiguous_keys(recorder, call), dout, None)
     residual = recorder.op(residual_of, row_stats) if call.keeps_residual else None
-    launches.preprocess(Rows(out, recorder.op(lse_of, out, row_stats), residual, dlse))
-    return Blocks(launches, along, moves, plan.tile.second).run(needs)
+    rows = Rows(out, recorder.op(lse_of, out, row_stats), residual, dlse)
+    launches.preprocess(rows)
+    return Blocks(launches, along, moves, plan.tile.second).run(needs, rows)
 
 
 class Blocks:
@@ -93,7 +95,9 @@ class Blocks:
         assert isinstance(config, BlockedSecond)
         recorder, self.call = launches.recorder, launches.call
         self.launches, self.recorder, self.config, self.moves = launches, recorder, config, moves
-        self.along = {
+        self.moving = along
+        self.of_sinks: Tensor | None = None  # each row's part of the tangent of lse
+        self.along: dict[str, Tensor | None] = {
             f"t{name}": None if x is None else recorder.op(rows_last, x) for name, x in zip("qkv", along, strict=False)
         }
         q, k = self.call.tensors[:2]
@@ -105,8 +109,11 @@ class Blocks:
         pairs = MOST_BYTES // (WEIGHTS_OF_PAIR * q.element_size())
         self.ranges = ranges_of(batch * heads, self.group, rows, self.pitch, self.unit, pairs)
 
-    def run(self, needs: Needs) -> Results:
+    def run(self, needs: Needs, rows: Rows) -> Results:
         q, k, v = self.call.tensors[:3]
+        if self.moving.sinks is not None:
+            sinks = self.call.tensors.sinks
+            self.of_sinks = self.recorder.op(sink_tangents, sinks, self.moving.sinks, rows.lse, rows.residual)
         new, dtype = self.recorder.new, q.dtype
         tout = new(new_rows(q, q.shape[1], v.shape[-1], dtype))
         tlse = new(q.new_empty(lse_shape(q), dtype=torch.float32))
@@ -115,7 +122,10 @@ class Blocks:
         if self.ranges:
             self.over_ranges(tout, tlse, dq, *sums)
         dk, dv = (None if x is None else self.recorder.op(partial(rounded, dtype), x) for x in sums)
-        return tout, tlse, *Gradients(q=dq, k=dk, v=dv).flat()
+        product = self.recorder.op(row_products, self.launches.dout, tout) if needs.sinks else tlse
+        dsinks = sink_gradient(self.launches, self.moving, needs, rows, tlse, product)
+        others = (None,) * len(self.call.tensors.score_mod_tensors)  # a mask function's
+        return tout, tlse, *Gradients(q=dq, k=dk, v=dv, sinks=dsinks, score_mod_tensors=others).flat()
 
     def over_ranges(self, tout: Tensor, tlse: Tensor, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None) -> None:
         most = max(x.num_heads * x.num_rows for x in self.ranges)
@@ -164,7 +174,12 @@ class Blocks:
         self.launches.launch(WEIGHTS, {**self.along, **w, **NO_FEATURES}, tiles * at.num_heads, given)
         completed = COMPLETED | {"BLOCK_M": min(COMPLETED["BLOCK_M"], self.unit)}
         given = {**args.row_strides("tlse", tlse), **span, "TILE": config.block_n, **completed}
-        self.launch(COMPLETE, {**w, "tlse": tlse}, at.num_rows // completed["BLOCK_M"] * at.num_heads, given)
+        self.launch(
+            COMPLETE,
+            {**w, "tlse": tlse, "of_sinks": self.of_sinks},
+            at.num_rows // completed["BLOCK_M"] * at.num_heads,
+            given,
+        )
 
     def of_keys(self, at: HeadRange, result: Tensor, first: Operands, second: Operands, scale: float) -> None:
         """Store the product of weights with keys, or the sum of two such products, in `result`."""
