@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 CHECKSUM = hashlib.sha256().digest_size
 _LOCK = process_lock()  # around all that uses LLVM
-FOLDER = "cpu"  # of object files, in the user's cache
+FOLDER = "cpu"  # object files, in the user's cache
 _LOADED: list[Any] = []  # engines, which own the machine code
 _PARTS: dict[tuple[str, Target], list[bytes]] = {}
 
@@ -57,7 +57,7 @@ def source_files(folder: Any) -> Iterator[Any]:
 
 
 PACKAGE = resources.files("flashtile.backend.cpu")
-SOURCES_HASH = hash_sources(PACKAGE)  # of the imported version
+SOURCES_HASH = hash_sources(PACKAGE)  # the imported version's
 
 
 def function_address(name: str, variant: Any, target: Target, source: "Callable[[], Source]") -> int:
