@@ -1,6 +1,6 @@
 """Latent rows as DeepSeek packs them into 656 bytes: 512 numbers of 8 bits, four scales, 64 of 16 bits.
 
-A scale multiplies 128 of the 512 numbers; the 64 are features that the position turns. Products are those of FlashMLA:
+A scale multiplies 128 of the 512 numbers; the 64 are features that the position turns. Products are FlashMLA's:
 each number times its scale in float32, rounded to q's dtype.
 """
 

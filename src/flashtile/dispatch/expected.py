@@ -1,4 +1,4 @@
-"""The kernels of a training step's backward pass, which are compiled while those of forward are."""
+"""The kernels of a training step's backward pass, which are compiled at the same time as forward's."""
 
 import contextlib
 from collections.abc import Iterable

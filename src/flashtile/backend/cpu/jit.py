@@ -52,7 +52,7 @@ class KernelSource(NamedTuple):
 
 _PARTS: dict[tuple[str, Target], Future[list[bytes]]] = {}  # which one thread makes, and others wait for
 _AHEAD: dict[tuple[str, Any, Target], list[bytes]] = {}  # object files of kernels that no call has needed yet
-_active: list[Threads] = []  # of compilations; a signal handler may compile inside of another one
+_active: list[Threads] = []  # those that compile; a signal handler may compile inside of another one
 
 
 def hash_sources(package: Any) -> str:

@@ -31,7 +31,7 @@ WEIGHTS, COMPLETE = (
     Kernel(f"{KERNELS}.second_weights", f"{name}_kernel") for name in ("second_weights", "complete_weights")
 )
 OF_KEYS, OF_ROWS = (Kernel(f"{KERNELS}.second_products", f"weighted_{name}_kernel") for name in ("keys", "rows"))
-MOST_BYTES = 2**28  # weights in memory, unless one unit of rows has more; sums of tiles are 5% more
+MOST_BYTES = 2**28  # weights in memory, unless one unit of rows takes more; sums of tiles are 5% more
 WEIGHTS_OF_PAIR = 4
 # The arguments of `second_weights.Visibility`.
 ADDRESSES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table", "leftpad_k", "seed")

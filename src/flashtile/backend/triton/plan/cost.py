@@ -170,7 +170,7 @@ def second(problem: Problem, device: Device, config: TileConfig, moves: Needs) -
 
 
 BLOCKED_SIDE = 128  # rows and keys whose pairs are all computed
-BLOCKED_PRODUCTS, WEIGHT_BYTES = 12, 17  # products of all kernels; bytes of a pair's weights for each byte of a number
+BLOCKED_PRODUCTS, WEIGHT_BYTES = 12, 17  # products of all kernels; bytes of a pair's weights, for each byte of a number
 
 
 def blocked_second(problem: Problem, device: Device, config: TileConfig) -> Cost:
