@@ -207,6 +207,7 @@ def test_the_site_has_every_page_and_nothing_else() -> None:
     ("page", "text", "url", "expected"),
     [
         ("index.md", "[a](faq.md#threads)", "", "[a](faq.md#threads)"),
+        ("index.md", "[faq.md](faq.md#threads)", "", "[Questions](faq.md#threads)"),
         ("index.md", "[a](../ladder/docs/ladder.md#x)", "", "[a](course/ladder.md#x)"),
         ("design/cpu.md", "[a](../../ladder/docs/README.md)", "", "[a](../course/README.md)"),
         ("course/ladder.md", "[a](../../docs/faq.md) ![b](ladder.svg)", "", "[a](../faq.md) ![b](ladder.svg)"),
