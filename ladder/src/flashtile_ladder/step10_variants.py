@@ -220,13 +220,13 @@ def backward(
     `arrival` is the order in which key blocks happen to finish, a permutation of their numbers. It changes the bits
     of dq unless `deterministic`.
     """
-    accumulators = [torch.zeros_like(q) for _ in range(workers if deterministic else 1)]  # [N, d] each
+    chosen, values = requested(q, k, v, causal, scale, **features)
+    compiled = variant(chosen._replace(uneven=False), BACKWARD_LINES)
     order = range(math.ceil(len(q) / BLOCK)) if arrival is None else arrival
+    accumulators = [torch.zeros_like(q) for _ in range(workers if deterministic else 1)]  # [N, d] each
     if deterministic:  # workers come in any order, but each takes its own blocks w, w + A, w + 2A, ... in this one
         own = [iter(range(worker, len(order), workers)) for worker in range(workers)]
         order = [next(own[block % workers]) for block in order]
-    chosen, values = requested(q, k, v, causal, scale, **features)
-    compiled = variant(chosen._replace(uneven=False), BACKWARD_LINES)
     dk, dv = compiled(q, k, v, out, lse, dout, values, order, accumulators)
     dq = accumulators[0]
     for other in accumulators[1:]:
