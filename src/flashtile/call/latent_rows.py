@@ -1,4 +1,4 @@
-"""Latent rows as DeepSeek packs them into 656 bytes: 512 numbers of 8 bits, four scales, 64 of 16 bits.
+"""Latent rows as DeepSeek packs them: 512 numbers in 8 bits with four scales, and 64 in bfloat16, 656 bytes.
 
 A scale multiplies 128 of the 512 numbers; the 64 are features that the position turns. Products are those of FlashMLA:
 each number times its scale in float32, rounded to q's dtype.

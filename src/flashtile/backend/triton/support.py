@@ -8,6 +8,7 @@ import torch
 
 from ...call.call import Call, Needs
 from ...call.device import Device
+from ...call.eight_bit import PACKED
 from ...call.plan import Candidate, Plan
 from ...call.problem import Problem, too_long
 from ...expression import Formula
@@ -41,6 +42,8 @@ def declines(problem: Problem, device: Device) -> str | None:
         return f"its kernels run on GPUs, not on {device.type}"
     if device.arch.startswith("sm_") and int(device.arch[3:]) < 80:
         return f"it needs an NVIDIA GPU of compute capability 8.0 or newer; this one is {device.arch}"
+    if problem.eight_bit == PACKED and not reads_words(problem):
+        return "it reads latent rows of 656 bytes under 16-bit queries, from addresses that 16 divides"
     if problem.dtype is torch.float64:
         return "it computes in float32; reference and tiled compute in float64"
     if (reason := problem.untraced) is not None:
@@ -56,6 +59,17 @@ def declines(problem: Problem, device: Device) -> str | None:
     if problem.layout != "dense" and problem.batch > MAX_SEQUENCES:
         return f"a packed batch has at most {MAX_SEQUENCES} sequences"
     return None
+
+
+def reads_words(problem: Problem) -> bool:
+    """Whether latent rows of 8 bits are read in words (`kernels.latent`). Under float16, probabilities times scales of
+    keys may be outside of its range.
+    """
+    p = problem
+    if p.eight_bit is None or not p.latent or (p.head_dim, p.head_dim_v) != (MAX_LATENT_DIM, MAX_HEAD_DIM):
+        return False
+    by_key = p.eight_bit.v_by_key and p.dtype is torch.float16
+    return p.dtype in (torch.float16, torch.bfloat16) and p.alignment == 16 and p.layout == "paged" and not by_key
 
 
 def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | None:
