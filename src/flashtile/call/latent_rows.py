@@ -1,7 +1,7 @@
 """Latent rows as DeepSeek packs them: 512 numbers in 8 bits with four scales, and 64 in bfloat16, 656 bytes.
 
-A scale multiplies 128 of the 512 numbers; the 64 are features that the position turns. Products are those of FlashMLA:
-each number times its scale in float32, rounded to q's dtype.
+A scale multiplies 128 of the 512 numbers; the 64 are features that the position turns. A row
+means what it does in FlashMLA: each number times its scale in float32, rounded to q's dtype.
 """
 
 from typing import NamedTuple

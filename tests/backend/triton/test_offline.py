@@ -14,7 +14,6 @@ from forced import first
 from offline.compiled import KIB, compile_launch, unset_registers
 from offline.families import ARCHITECTURES, call_of_family, latent_call, most_registers
 from offline.launches import launches_of, recorded, replay_of, results_of
-from offline.loops import loops_of
 
 import flashtile
 from flashtile.api.explain import described_call
@@ -95,12 +94,9 @@ def test_tiles_of_latent_rows(arch: str, dtype: torch.dtype) -> None:
         for tile in latent.tiles(Problem.describe(call), Device("cuda", arch, arch, 100)):
             chosen = first(num_splits=4, forward=tile, given_splits=None)
             (launch,) = launches_of(call, arch, chosen, backward=None)
-            found = compile_launch(launch, arch, read=True)
+            found = compile_launch(launch, arch)
             assert found.shared <= SHARED_MEMORY[arch] * KIB, tile
-            if launch.name == "latent":  # its 128 registers of sums leave few for addresses
-                assert loops_of(found.code).spills <= 9, tile
-            else:
-                assert found.spilled <= 16, tile
+            assert found.spilled <= 16, tile
             assert not found.serialized
             assert not found.unset
 

@@ -16,6 +16,7 @@ from ..gpu.chips import memory_of
 from ..gpu.formula import unsupported
 from ..gpu.installed import triton_version
 from .constants import MAX_HEAD_DIM, MAX_LATENT_DIM
+from .words import reads_words
 
 SUMMARY = "Triton kernels: any GPU that Triton serves, every feature"
 MAX_SEQUENCES = 2**16  # packed; each program searches all of them
@@ -59,17 +60,6 @@ def declines(problem: Problem, device: Device) -> str | None:
     if problem.layout != "dense" and problem.batch > MAX_SEQUENCES:
         return f"a packed batch has at most {MAX_SEQUENCES} sequences"
     return None
-
-
-def reads_words(problem: Problem) -> bool:
-    """Whether latent rows of 8 bits are read in words (`kernels.latent`). Under float16, probabilities times scales of
-    keys may be outside of its range.
-    """
-    p = problem
-    if p.eight_bit is None or not p.latent or (p.head_dim, p.head_dim_v) != (MAX_LATENT_DIM, MAX_HEAD_DIM):
-        return False
-    by_key = p.eight_bit.v_by_key and p.dtype is torch.float16
-    return p.dtype in (torch.float16, torch.bfloat16) and p.alignment == 16 and p.layout == "paged" and not by_key
 
 
 def declines_backward(problem: Problem, device: Device, needs: Needs) -> str | None:

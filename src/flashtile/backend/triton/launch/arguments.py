@@ -116,7 +116,7 @@ def is_latent(call: Call, config: KernelConfig) -> bool:
 
 
 def reads_words(call: Call) -> bool:
-    """Whether latent rows of 8 bits are read in words (`support.reads_words`)."""
+    """Whether latent rows of 8 bits are read in words (`words.reads_words`)."""
     t, s = call.tensors, call.settings
     if t.k.dtype.itemsize != 1 or s.v_dim is None or t.page_table is None:
         return False
