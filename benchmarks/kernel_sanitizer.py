@@ -115,11 +115,12 @@ def batch_invariant() -> None:
 
 
 def latent_rows() -> None:
-    """Caches of latent rows, one or two tiles of rows, with and without splits."""
+    """Caches of latent rows in 16 bits, 8 bits and 656 bytes, one or two tiles of rows, with and without splits."""
     table = torch.randperm(12, device="cuda").view(2, 6).int()
     lengths = torch.tensor([350, 133], device="cuda", dtype=torch.int32)
     cache = torch.randn(12, 64, 1, 576, device="cuda", dtype=torch.bfloat16)
-    for (heads, queries), splits in itertools.product(((16, 1), (70, 2)), (1, 3)):
+    caches = cache, cache.to(torch.float8_e4m3fn), flashtile.pack_latent_rows(cache).rows
+    for (heads, queries), splits, cache in itertools.product(((16, 1), (70, 2)), (1, 3), caches):
         q = torch.randn(2, heads, queries, 576, device="cuda", dtype=torch.bfloat16)
         flashtile.attention_with_kvcache(
             q, cache, None, v_dim=512, cache_seqlens=lengths, page_table=table, causal=True, num_splits=splits

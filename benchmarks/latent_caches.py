@@ -1,11 +1,11 @@
 """Decoding over a cache of latent rows: `python benchmarks/latent_caches.py --store FILE.csv`.
 
-Rows have 576 features, the first 512 of them values; pages of 64 rows, in bfloat16 and in 8 bits. With 128 heads
-arithmetic binds, and with 16 memory: a read is a sum by PyTorch over the bytes of the cache. "triton" and "hopper" are
-the bfloat16 call by one backend. Each call is captured in a CUDA graph; calls of one shape take turns. A ratio is the
-call's time divided by its time over a cache in bfloat16, a
-median over rounds. "own values" is the call with a copy of the values, which has no kernel for rows. FlashInfer takes
-part if it is installed. All shapes take at most two minutes on an H100.
+Rows have 576 features, the first 512 of them values; pages of 64 rows, in bfloat16, in 8 bits and in 656 bytes.
+With 128 heads arithmetic binds, and with 16 memory: a read is a sum by PyTorch over the bytes of the cache. "triton"
+and "hopper" are the bfloat16 call by one backend. Each call is captured in a CUDA graph; calls of one shape take turns.
+A ratio is the call's time divided by its time over a cache in bfloat16, a median over rounds. "own values" is the call
+with a copy of the values, which has no kernel for rows. FlashInfer takes part if it is installed. All shapes take at
+most two minutes on an H100.
 """
 
 import importlib
@@ -27,6 +27,7 @@ from flashtile.bench.sweep import Timing
 D, DV, PAGE = 576, 512, 64
 SCALE = 192**-0.5
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+PACKED_AT_ONCE = 512  # pages
 FIELDS: tuple[str, ...] = (
     "batch", "heads", "queries", "keys", "call", "us", "TFLOP/s", "GB/s", "ratio", "low", "high",
 )  # fmt: skip
@@ -89,6 +90,11 @@ class Cache(NamedTuple):
         rows = torch.randint(0, 100, self.rows.shape, device="cuda", dtype=torch.uint8).view(dtype)
         return self.call(rows, k_descale=descale)
 
+    def packed(self) -> Callable[[], Any]:
+        """The call over rows of 656 bytes, whose scales are numbers."""
+        rows, _ = flashtile.pack_latent_rows(self.rows[:PACKED_AT_ONCE])
+        return self.call(rows.repeat(-(-len(self.rows) // len(rows)), 1, 1, 1)[: len(self.rows)])
+
 
 def flashinfer_call(cache: Cache) -> Callable[[], Any] | None:
     try:
@@ -120,6 +126,7 @@ def measured(shape: Shape, rounds: int, backends: Sequence[str]) -> list[dict[st
         name = str(dtype).removeprefix("torch.")
         calls[f"{name} by head"] = cache.small(dtype, of_token[0, 0]), whole // 2
         calls[f"{name} by token"] = cache.small(dtype, of_token), whole // 2 + of_token.nbytes
+    calls["656 bytes"] = cache.packed(), whole * 656 // (2 * D)
     if shape.own_values:
         calls["own values"] = cache.call(rows, rows[..., :DV].contiguous()), whole + whole * DV // D
     if (other := flashinfer_call(cache)) is not None:

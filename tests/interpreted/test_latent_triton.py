@@ -15,11 +15,12 @@ import flashtile
 from flashtile.backend.triton import support
 from flashtile.backend.triton.kernels import forward
 from flashtile.backend.triton.tile_config import KernelConfig
-from flashtile.dispatch import fast_path
+from flashtile.dispatch import cache_operator, fast_path
 from flashtile.testing.case import Case
 from flashtile.testing.eight_bit import FORMATS, with_eight_bits
 from flashtile.testing.generate import random_case
 from flashtile.testing.latent import latent
+from flashtile.testing.packed_rows import packed_rows
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
 
@@ -75,3 +76,12 @@ def test_values_are_loaded_once(v_dim: int, monkeypatch: pytest.MonkeyPatch) -> 
             out = flashtile.attention_with_kvcache(q, k, None, v_dim=v_dim, **call)
             assert torch.equal(out, expected)
     fast_path.forget()
+
+
+def test_rows_of_656_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read in words, not a copy, once new ones are appended."""
+    monkeypatch.setattr(cache_operator, "unpacked", None)
+    new = torch.randn(2, 1, 2, 576).half()
+    case = packed_rows(wide_case(16, cache_seqlens=torch.tensor([44, 2]).int(), k=new, num_splits=2))
+    with forced(support, first(forward=KernelConfig(32, 32, 4, 1), given_splits=None)):
+        assert_right(case, "triton")

@@ -34,9 +34,11 @@ def call_of(variant: Variant) -> Call:
 
 
 def latent_call(heads: int, dtype: torch.dtype = torch.bfloat16) -> Call:
-    """Decoding over pages of latent rows, of q's dtype or of 8 bits with a scale for each head."""
-    q, rows = torch.empty(2, heads, 1, 576, dtype=torch.bfloat16), torch.empty(8, 64, 1, 576).to(dtype)
-    descale = torch.ones(1, 1, 1, 1) if dtype.itemsize == 1 else None
+    """Decoding over pages of latent rows, of q's dtype, of 8 bits with a scale for each head, or of 656 bytes."""
+    packed = dtype is torch.uint8
+    q = torch.empty(2, heads, 1, 576, dtype=torch.bfloat16)
+    rows = torch.empty(8, 64, 1, 656 if packed else 576).to(dtype)
+    descale = torch.ones(1, 1, 1, 1) if dtype.itemsize == 1 and not packed else None
     lengths, table = torch.tensor([256, 256]).int(), torch.arange(8).view(2, 4).int()
     tensors = Tensors(
         q, rows, rows[..., :512], seqused_k=lengths, page_table=table, k_descale=descale, v_descale=descale

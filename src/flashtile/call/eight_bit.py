@@ -17,9 +17,13 @@ DESCALES = ("k_descale", "v_descale")
 class EightBit(NamedTuple):
     """What a plan depends on of keys and values of 8 bits."""
 
-    format: str  # "e4m3", "e5m2" or "int8"
+    format: str  # "e4m3", "e5m2", "int8", or "packed" for latent rows of 656 bytes
     k_by_key: bool  # scales differ from key to key, or from page to page
     v_by_key: bool
+
+
+PACKED = EightBit("packed", False, False)
+READS_A_COPY = "of latent rows of 656 bytes it reads a copy in q's dtype"
 
 
 def is_eight_bit(x: Tensor) -> bool:
@@ -28,6 +32,8 @@ def is_eight_bit(x: Tensor) -> bool:
 
 def describe(k: Tensor, k_descale: Tensor | None, v_descale: Tensor | None) -> EightBit | None:
     """Of pages and their scales, `[B|1, num_pages|1, page_size|1, Hkv]`."""
+    if k.dtype is torch.uint8:
+        return PACKED
     if not is_eight_bit(k):
         return None
     by_key = (x is not None and (x.shape[1] > 1 or x.shape[2] > 1) for x in (k_descale, v_descale))

@@ -135,7 +135,7 @@ class Problem:
             deterministic=s.deterministic,
             alignment=alignment(t.q, t.k, t.v),
             octet_start=s.j0 % OCTET if s.dropout_p > 0 else 0,
-            eight_bit=eight_bit.describe(t.k, *descales) if t.k.dtype in eight_bit.FORMATS else None,
+            eight_bit=eight_bit.describe(t.k, *descales) if t.k.dtype.itemsize == 1 else None,
             latent=s.v_dim is not None,
             packed=s.v_dim is not None and layout == "paged" and t.cu_seqlens_q is not None,
             batch_invariant=s.batch_invariant,

@@ -27,6 +27,7 @@ from ..errors import AttentionError
 from . import fast_path
 from .operators import LIBRARY, check_numbers, run_forward
 from .passes import inside_operator
+from .planner import reads_packed
 
 NAME = "attention_with_kvcache"
 OPTIONAL_CACHE = CacheTensors._fields[3:]
@@ -122,12 +123,14 @@ def run_with_cache(call: CacheCall) -> tuple[Tensor, Tensor]:
 
 
 def attend_to_packed(call: CacheCall) -> tuple[Tensor, Tensor]:
-    """`run_with_cache` of rows of 656 bytes: new keys are packed, then the rows that are needed become a copy in q's
-    dtype.
+    """`run_with_cache` of rows of 656 bytes: new keys are packed. Where no kernel reads such rows, a copy of those that
+    are needed has q's dtype.
     """
     call = call.with_own_indices()
     with inside_operator(call):
-        attention = unpacked(append_and_rotate(call))
+        attention = append_and_rotate(call)
+        if not reads_packed(attention):
+            attention = unpacked(attention)
     return public_lse(attention, run_forward(attention))
 
 

@@ -76,7 +76,7 @@ def call_of(standard: StandardCall) -> Call:
         return described_call(*positional, arguments)  # type: ignore[arg-type]
     cache = CacheTensors(**{name: arguments.pop(name, None) for name in CacheTensors._fields})
     if (v_dim := arguments.get("v_dim")) is not None:
-        cache = cache._replace(v_cache=cache.k_cache[..., :v_dim])
+        cache = cache._replace(v_cache=cache.k_cache[..., :v_dim], v_descale=cache.k_descale)
     named = {"q": arguments.pop("q"), "k": cache.k_cache, "v": cache.v_cache}
     named |= {name: arguments.pop(name, None) for name in ("mask", "bias", "alibi_slopes", "sinks", "cu_seqlens_q")}
     rotary = RotarySettings(interleaved=arguments.pop("rotary_interleaved", True))

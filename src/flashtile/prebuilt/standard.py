@@ -78,6 +78,7 @@ def standard_calls() -> Iterator[StandardCall]:
         yield from decoding(dtype)
         yield from decoding_eight_bits(dtype)
         yield from decoding_latent(dtype)
+        yield from decoding_packed_rows(dtype)
         yield from paged_prefill(dtype)
         yield from moving(dtype)
         yield from wide(WIDE_DIMS, dtype)
@@ -258,6 +259,23 @@ def decoding_latent(dtype: torch.dtype) -> Iterator[StandardCall]:
         }
         for new in ({}, {"k": empty(batch, 1, rows, 576, dtype=dtype)}):
             yield StandardCall("attention_with_kvcache", arguments | pages | new | {"causal": True})
+
+
+def decoding_packed_rows(dtype: torch.dtype) -> Iterator[StandardCall]:
+    """One or two new tokens over latent rows of 8 bits with a scale for each head, and of 656 bytes, in pages of 64."""
+    kinds = ((torch.float8_e4m3fn, 576), (torch.uint8, 656))
+    for heads, rows, batch, (of_cache, width) in itertools.product(LATENT_HEADS, (1, 2), (1, 8, 128), kinds):
+        arguments = {
+            "q": empty(batch, heads, rows, 576, dtype=dtype),
+            "k_cache": empty(batch * LONG // 64, 64, 1, width, dtype=of_cache),
+            "v_cache": None,
+            "v_dim": 512,
+            "cache_seqlens": empty(batch, dtype=torch.int32),
+            "page_table": empty(batch, LONG // 64, dtype=torch.int32),
+            "causal": True,
+        }
+        scales = {"k_descale": empty(1)} if width == 576 else {}
+        yield StandardCall("attention_with_kvcache", arguments | scales)
 
 
 def cached(

@@ -15,6 +15,7 @@ from flashtile.testing.eight_bit import FORMATS, with_eight_bits
 from flashtile.testing.generate import random_case
 from flashtile.testing.latent import latent
 from flashtile.testing.oracle import solve
+from flashtile.testing.packed_rows import packed_rows
 from flashtile.testing.poison import poisoned_allocation
 from flashtile.testing.tolerance import compare
 
@@ -81,6 +82,28 @@ def test_caches_of_8_bits(heads: int, dtype: torch.dtype, kind: str) -> None:
     new = torch.randn(4, 1, 1, 576, device="cuda").to(case.dtype)
     case.arguments |= {"k": new, "v_cache": case.arguments["k_cache"][..., :512]}
     assert_right(latent(with_eight_bits(case, dtype, kind, kind, torch.Generator().manual_seed(0))))
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 16, 64, 48])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "queries"), [(1, 1), (16, 1), (20, 2), (128, 1), (8, 16)])
+def test_rows_of_656_bytes(heads: int, queries: int, dtype: torch.dtype, page_size: int | None) -> None:
+    """Read in words, and a copy in float32."""
+    case = wide_case(heads, queries, dtype, page_size)
+    case.arguments["k"] = torch.randn(4, 1, queries, 576, device="cuda").to(dtype)
+    assert_right(packed_rows(case))
+    if dtype is torch.float16:
+        case = wide_case(heads, queries, torch.float32, page_size)
+        assert_right(packed_rows(case))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("heads", [16, 32, 128])
+def test_every_candidate_of_656_bytes(heads: int, seed: int) -> None:
+    fast_path.forget()
+    with forced(support, number(seed)):
+        assert_right(packed_rows(wide_case(heads)))
+    fast_path.forget()
 
 
 def test_random_problems() -> None:

@@ -85,7 +85,7 @@ def test_the_long_loop_stays_asynchronous_on_hopper() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.uint8])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90"])
 def test_tiles_of_latent_rows(arch: str, dtype: torch.dtype) -> None:
     """Every tile fits its chip, and its loop spills nothing: a few bytes are saved ahead of it."""

@@ -9,6 +9,7 @@ import torch
 
 from ...call.call import Needs
 from ...call.device import Device
+from ...call.eight_bit import PACKED, READS_A_COPY
 from ...call.plan import Candidate
 from ...call.problem import Problem, too_long
 from .targets import misconfigured
@@ -52,6 +53,8 @@ def declines(problem: Problem, device: Device) -> str | None:
     """The reason why this backend does not support the problem; `None` if it does."""
     if device.type != "cpu":
         return f"its kernels run on CPUs, not on {device.type}"
+    if problem.eight_bit == PACKED:
+        return READS_A_COPY
     if (reason := problem.untraced) is not None:
         return reason
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:

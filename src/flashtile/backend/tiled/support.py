@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from ...call.call import Call, Needs
 from ...call.device import Device
+from ...call.eight_bit import PACKED, READS_A_COPY
 from ...call.plan import Candidate, Plan
 from ...call.problem import Problem
 from ...call.window import visible_pairs
@@ -33,6 +34,8 @@ def unusable() -> str | None:
 
 def declines(problem: Problem, device: Device) -> str | None:
     """Why the backend does not take a problem; `None` if it does."""
+    if problem.eight_bit == PACKED:
+        return READS_A_COPY
     return PRODUCTS_OF_PYTORCH if problem.batch_invariant else None
 
 

@@ -9,6 +9,7 @@ import torch
 
 from ...call.call import Call, Needs
 from ...call.device import Device
+from ...call.eight_bit import PACKED
 from ...call.plan import Candidate, Plan
 from ...call.problem import Problem, too_long
 from ...expression import Formula
@@ -16,6 +17,7 @@ from ..gpu.chips import memory_of
 from ..gpu.formula import unsupported
 from ..gpu.installed import triton_version
 from .constants import MAX_HEAD_DIM, MAX_LATENT_DIM
+from .words import reads_words
 
 SUMMARY = "Triton kernels: any GPU that Triton serves, every feature"
 MAX_SEQUENCES = 2**16  # packed; each program searches all of them
@@ -42,6 +44,8 @@ def declines(problem: Problem, device: Device) -> str | None:
         return f"its kernels run on GPUs, not on {device.type}"
     if device.arch.startswith("sm_") and int(device.arch[3:]) < 80:
         return f"it needs an NVIDIA GPU of compute capability 8.0 or newer; this one is {device.arch}"
+    if problem.eight_bit == PACKED and not reads_words(problem):
+        return "it reads latent rows of 656 bytes under 16-bit queries, from addresses that 16 divides"
     if problem.dtype is torch.float64:
         return "it computes in float32; reference and tiled compute in float64"
     if (reason := problem.untraced) is not None:

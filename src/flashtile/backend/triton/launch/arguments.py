@@ -27,7 +27,7 @@ from ...scalars import (
     threshold,
     window_numbers,
 )
-from ..constants import TRANSPOSED_ROWS, Constants, HeadDim
+from ..constants import MAX_HEAD_DIM, MAX_LATENT_DIM, TRANSPOSED_ROWS, Constants, HeadDim
 from ..plan.candidates import most_parts
 from ..tile_config import KernelConfig
 from . import eight_bit
@@ -113,6 +113,17 @@ def is_latent(call: Call, config: KernelConfig) -> bool:
         return False
     width, width_v = head_dim(call.tensors.q.shape[-1]), head_dim(call.tensors.v.shape[-1])
     return width_v.WIDTH == width.CHUNK_0 or width_v == width
+
+
+def reads_words(call: Call) -> bool:
+    """Whether latent rows of 8 bits are read in words (`words.reads_words`)."""
+    t, s = call.tensors, call.settings
+    if t.k.dtype.itemsize != 1 or s.v_dim is None or t.page_table is None:
+        return False
+    aligned = byte_alignment(t.q, t.k, t.v) == 16
+    if (t.q.shape[-1], t.v.shape[-1]) != (MAX_LATENT_DIM, MAX_HEAD_DIM) or t.q.dtype.itemsize != 2 or not aligned:
+        return False
+    return t.q.dtype is torch.bfloat16 or eight_bit.scale_kinds(eight_bit.descales(t))["V_SCALES"] != "key"
 
 
 def is_even(call: Call, config: KernelConfig) -> bool:

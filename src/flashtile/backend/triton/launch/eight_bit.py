@@ -27,7 +27,9 @@ def integers(x: Tensor, _: None) -> Tensor:
 
 def key_format(k: Tensor) -> str:
     """`KEY_FORMAT` of a kernel that reads numbers of 8 bits; empty of others."""
-    name = FORMATS.get(k.dtype, "")
+    name = "packed" if k.dtype is torch.uint8 else FORMATS.get(k.dtype, "")
+    if name == "packed":
+        return name if converts_e4m3(k) else "packed by bits"
     if name == "e4m3" and not converts_e4m3(k):
         return "e4m3 by bits"
     return "int8 by float32" if name == "int8" and k.is_cpu else name
@@ -78,7 +80,7 @@ def constants(t: Tensors) -> dict[str, Any]:
     if kinds["V_SCALES"] == "key" and t.q.dtype is torch.float16:
         values = "fp32" if t.q.is_cpu else "bf16x2"
     ptx = describe_device(t.k.device).arch.startswith("sm_")
-    return {"KEY_FORMAT": key_format(t.k), "PTX": is_eight_bit(t.k) and ptx, "VALUES": values, **kinds}
+    return {"KEY_FORMAT": key_format(t.k), "PTX": t.k.dtype.itemsize == 1 and ptx, "VALUES": values, **kinds}
 
 
 def scale_kinds(views: Mapping[str, Tensor | None]) -> dict[str, str]:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from ....call.call import Call, Tensors, new_rows, row_stats_shape, split_row_stats
-from ....call.eight_bit import is_eight_bit
 from ....call.plan import Plan
 from ...gpu.block_lists import block_lists, summary
 from ...gpu.kernel import Kernel
@@ -25,6 +24,7 @@ from .semaphores import new_semaphores
 
 FORWARD, FORWARD_MMA = (Kernel(f"{KERNELS}.{name}", "forward_kernel") for name in ("forward", "mma.forward"))
 DECODE = Kernel(f"{KERNELS}.decode", "decode_kernel")
+LATENT = Kernel(f"{KERNELS}.latent", "latent_kernel")
 ALIGNED_FROM = 64  # rows and keys above which copying a bias with unaligned rows pays
 
 
@@ -53,7 +53,7 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bo
         config = plan.tile.given_splits
     splits = splits_of(call, plan.num_splits, config.block_n)
     align, key_align = args.alignment([q, k, v, out]), None
-    if is_eight_bit(k):
+    if k.dtype.itemsize == 1:
         align, key_align = args.alignment([q, out]), args.alignment([k, v])
     tiles = args.num_tiles(call, config.block_m, pack_gqa)
     programs = tiles * (q.shape[1] // pack_gqa) * args.dense_batch(q)
@@ -83,7 +83,7 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bo
     launch(
         recorder,
         call,
-        FORWARD_MMA if config.mma else DECODE if part_keys else FORWARD,
+        FORWARD_MMA if config.mma else DECODE if part_keys else LATENT if args.reads_words(call) else FORWARD,
         args.pointers(recorder, call, q, k, v) | partials | results | {"sinks": t.sinks} | lists,
         programs * splits,
         {

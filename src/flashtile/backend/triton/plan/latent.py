@@ -15,6 +15,7 @@ from ...gpu.chips import memory_of
 from ...gpu.decoding import group_of, packed_rows
 from ...gpu.waves import splits_that_fill
 from ..tile_config import KernelConfig, TileConfig
+from ..words import reads_words
 from . import tables
 from .cost import programs_of_core
 from .families import misaligned
@@ -36,6 +37,14 @@ EIGHT_BIT = {
     227: {16: ((16, 32, 4, 4),), 32: ((32, 32, 8, 4),)},
     163: {16: ((16, 32, 8, 3),), 32: ((32, 32, 8, 3),)},
     99: {16: ((16, 16, 4, 3),), 32: ((32, 16, 8, 2),)},
+    64: {16: ((16, 16, 4, 1),), 32: ((16, 16, 4, 1),)},
+}
+# In words (`kernels.latent`): the next block is in registers, and numbers of 16 bits are in shared memory. Loops of 64
+# rows spill registers.
+WORDS = {
+    227: {16: ((16, 32, 4, 1), (16, 64, 8, 1)), 32: ((32, 32, 8, 1),)},
+    163: {16: ((16, 32, 4, 1),), 32: ((32, 32, 8, 1),)},
+    99: {16: ((16, 32, 4, 1),), 32: ((32, 32, 8, 1),)},
     64: {16: ((16, 16, 4, 1),), 32: ((16, 16, 4, 1),)},
 }
 EXACT = KernelConfig(16, 16, 8, 1)  # float32
@@ -61,7 +70,7 @@ def tiles(problem: Problem, device: Device) -> tuple[KernelConfig, ...]:
         return (tables.INTERPRETER.forward,)
     if p.dtype is torch.float32:
         return (EXACT,)
-    table = TILES if p.eight_bit is None else EIGHT_BIT
+    table = TILES if p.eight_bit is None else WORDS if reads_words(p) else EIGHT_BIT
     by_rows = table[max(size for size in table if size <= memory_of(device))]
     most = LEAST_WGMMA // 2 if misaligned(p, device) else max(by_rows)
     rows = min(most, max(16, power_of_two(packed_rows(p))))
