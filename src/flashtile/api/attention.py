@@ -90,13 +90,14 @@ def attention(
         torch.Size([2, 8, 100])
 
     Args:
-        q: queries `[B, Hq, Sq, D]`; float16, bfloat16, float32, float64 or float8_e4m3fn; D from 1 to 1024. Any strides.
-        k: keys `[B, Hkv, Sk, D]`, of q's dtype and device, or of 8 bits: float8_e4m3fn, float8_e5m2 or int8, as those of
-            queries of 8 bits are. Hq is a multiple of Hkv; query head h reads key/value head `h // (Hq // Hkv)`.
+        q: queries `[B, Hq, Sq, D]`; float16, bfloat16, float32, float64 or float8_e4m3fn; D from 1 to 1024; any
+            strides.
+        k: keys `[B, Hkv, Sk, D]`, of q's dtype and device, or of 8 bits: float8_e4m3fn, float8_e5m2 or int8, as those
+            of queries of 8 bits are. Hq is a multiple of Hkv; query head h reads key/value head `h // (Hq // Hkv)`.
         v: values `[B, Hkv, Sk, Dv]`, of k's dtype; `None` with `v_dim`.
-        q_descale: float32, the scales of queries of 8 bits, which multiply them: `[Hkv]`, `[B, Hkv]` (of a group's query
-            heads, as FlashAttention-3's) or `[B, Hq, Sq]`; 1 if `None`. Calls with tensors of 8 bits have no gradients,
-            and with queries of 8 bits no dropout.
+        q_descale: float32, the scales of queries of 8 bits, which multiply them: `[Hkv]`, `[B, Hkv]` (of a group's
+            query heads, as FlashAttention-3's) or `[B, Hq, Sq]`; 1 if `None`. Calls with tensors of 8 bits have no
+            gradients, and with queries of 8 bits no dropout.
         k_descale, v_descale: the same of keys and values of 8 bits: `[Hkv]`, `[B, Hkv]` or `[B, Hkv, Sk]`.
         causal: `True` hides keys `j > i + Sk - Sq` (the last query sees every key); `"top_left"` hides `j > i`.
         window: `(left, right)`: key j is visible iff `i + Sk - Sq - left <= j <= i + Sk - Sq + right`; `None` or -1
@@ -290,7 +291,7 @@ def attention_varlen(
     The other arguments: as in `attention`.
 
     Returns:
-        `out [Tq, Hq, Dv]` in q's dtype or `out_dtype`, and with `return_lse` also `lse [Hq, Tq]` as `attention` returns it.
+        `out [Tq, Hq, Dv]` in q's dtype or `out_dtype`; with `return_lse` also `lse [Hq, Tq]`, as of `attention`.
 
     Raises:
         ArgumentError: an argument is not what it should be; one that the function does not have is also a `TypeError`.

@@ -66,7 +66,7 @@ class Tensors(NamedTuple):
     q_descale: Annotated[Tensor | None, Feature(OF_ROWS, DESCALE)] = None
     k_descale: Annotated[Tensor | None, Feature(OF_KEYS, DESCALE, layouts=(DENSE, VARLEN))] = None
     v_descale: Annotated[Tensor | None, Feature(OF_KEYS, DESCALE, layouts=(DENSE, VARLEN))] = None
-    # Preallocated, in the result's dtype; for calls that bypass the operators. In the accumulation dtype, out is not rounded.
+    # Preallocated, in the result's dtype, for calls that bypass the operators; unrounded in the accumulation dtype.
     out: Annotated[Tensor | None, Feature(layouts=(), public=False)] = None
     score_mod_tensors: Sequence[Tensor] = ()  # all that are captured: those of score_mod, then those of a mask function
 

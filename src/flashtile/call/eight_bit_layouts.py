@@ -1,6 +1,6 @@
 """Calls with tensors of 8 bits in forms that more backends take: keys in pages, queries in float32.
 
-A dense sequence is one page, and a packed token is one. A backend with kernels for such calls as they are needs neither.
+A dense sequence is one page, and so is a packed token. A backend with kernels for such calls as they are needs neither.
 """
 
 import torch

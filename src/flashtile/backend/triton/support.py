@@ -81,7 +81,9 @@ def candidates(problem: Problem, device: Device, needs: Needs | None) -> list[Ca
     from ..gpu.cost import ranked  # not needed by `import flashtile`
     from ..gpu.rates import rates_of
     from .plan import candidates, cost
+    from .plan.eight_bit import problem_of_kernels
 
+    problem = problem_of_kernels(problem)
     if needs is None:
         ways = [(tile, n, cost.forward(problem, device, tile, n)) for tile, n in candidates.forward(problem, device)]
     else:
