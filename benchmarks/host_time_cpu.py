@@ -2,7 +2,7 @@
 
 One thread. Each figure is the least of the rounds' means: what the call takes where nothing else runs. To compare two
 states of the source, run it with PYTHONPATH set to each in turn. The floor is what PyTorch takes for an operator or an
-autograd.Function in Python that only allocates the results.
+autograd.Function in Python that only allocates the results, also in the form that transforms of torch.func need.
 """
 
 import functools
@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashtile
+from flashtile import private_torch
+from flashtile.call.call import Tensors
 
 ROUNDS, CALLS, WARM = 9, 300, 20
 
@@ -90,6 +92,31 @@ class Empty(torch.autograd.Function):
         return dout, dout, dout
 
 
+class WithContext(torch.autograd.Function):
+    """As `Empty`, with the context made behind forward, as transforms of torch.func need it, and absent inputs too."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*flat: Tensor | None) -> tuple[Tensor, Tensor]:
+        assert flat[0] is not None
+        return torch.empty_like(flat[0]), flat[0].new_empty(flat[0].shape[:3])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*output, *inputs)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_forward(*output, *inputs)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        return dout, dout, dout, *(None for _ in ABSENT)
+
+
+ABSENT = [None] * (len(Tensors._fields) - 3)  # tensors of a plain call that are not there
+at_one_level = private_torch.apply_at_one_level(WithContext)
+
+
 @torch.library.custom_op("flashtile_benchmark::empty", mutates_args=())
 def empty(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.empty_like(q)
@@ -102,6 +129,7 @@ def functions() -> dict[str, Callable[..., Any]]:
         "scaled_dot_product_attention": scaled_dot_product_attention,
         "empty operator": empty,
         "empty autograd.Function": lambda *x: Empty.apply(*x)[0],
+        "the same with setup_context": lambda *x: at_one_level(*x, *ABSENT)[0],
     }
 
 

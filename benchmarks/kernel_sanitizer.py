@@ -208,6 +208,9 @@ def second_derivatives() -> None:
     inputs = [rows(1, 2, n, 64) for n in (300, 333, 333)]
     bias = torch.randn(1, 2, 300, 333, device="cuda", dtype=torch.bfloat16)
     twice(lambda *x: flashtile.attention(*x, bias=bias, dropout_p=0.2, dropout_seed=3, window=(40, 9)), inputs)
+    twice(lambda *x: flashtile.attention(*x, softcap=5.0), inputs)
+    wide = [rows(1, h, n, 160) for h, n in ((4, 300), (2, 333), (2, 333))]
+    twice(lambda *x: flashtile.attention(*x, dropout_p=0.2, dropout_seed=3, window=(140, 9)), wide)
     cu = torch.tensor([0, 7, 200, 300], dtype=torch.int32, device="cuda")
     tokens = [torch.randn(300, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     twice(lambda *x: flashtile.attention_varlen(*x, cu, cu, causal=True), tokens)

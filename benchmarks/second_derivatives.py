@@ -1,10 +1,12 @@
 """Second derivatives beside the backward pass and dense attention on a GPU:
 
     python benchmarks/second_derivatives.py [--out FILE.csv] [--rows 64x64x4x2,...] [--keys 64x32x4x2,...]
+        [--wide 64x64x4x2/128x64x8x3/64x128x8x3/128,...]
 
 Device milliseconds of each cell of `derivatives.toml`, medians of rounds: the backward pass of the three gradients
 (`second`), the backward pass and the forward pass of attention, and `second` of dense attention. `--rows` and `--keys`
-time the kernels with other tiles of rows, keys, warps and stages, each beside the planned tile of the other kernel.
+time the kernels with other tiles of rows, keys, warps and stages, each beside the planned tile of the other kernel;
+`--wide` those of wide heads: the tiles of weights, of sums for rows and for keys, and the columns of a sum.
 """
 
 import contextlib
@@ -27,7 +29,7 @@ from flashtile.dispatch import fast_path
 from flashtile.dispatch.planner import forget_plans
 
 SWEEP = Path(__file__).with_name("derivatives.toml")
-COLUMNS = ("cell", "rows, keys", "second ms", "backward ms", "forward ms", "dense ms", "times backward", "times dense")
+COLUMNS = ("cell", "tiles", "second ms", "backward ms", "forward ms", "dense ms", "times backward", "times dense")
 
 
 def passes(attention: Callable[..., Any], cell: Cell) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -42,14 +44,22 @@ def passes(attention: Callable[..., Any], cell: Cell) -> tuple[Callable[[], Any]
     )
 
 
+def tile_of(text: str) -> KernelConfig:
+    block_m, block_n, num_warps, num_stages = (int(n) for n in text.split("x"))
+    return KernelConfig(block_m, block_n, num_warps, num_stages)
+
+
 @contextlib.contextmanager
-def forced(rows: str, keys: str) -> Iterator[None]:
+def forced(rows: str, keys: str, wide: str) -> Iterator[None]:
     """Second derivatives by these tiles, where they are given."""
     given: dict[str, Any] = {
-        f"SECOND_{side}": ((512, KernelConfig(*(int(n) for n in text.split("x")))),)  # type: ignore[arg-type]
-        for side, text in (("ROWS", rows), ("KEYS", keys))
-        if text
+        f"SECOND_{side}": ((512, tile_of(text)),) for side, text in (("ROWS", rows), ("KEYS", keys)) if text
     }
+    if wide:
+        *tiles, columns = wide.split("/")
+        given["BLOCKED_SECOND"] = tables.BLOCKED_SECOND._replace(
+            **dict(zip(("weights", "rows", "keys"), map(tile_of, tiles), strict=True)), columns=int(columns)
+        )
     fast_path.forget()
     forget_plans()
     with mock.patch.multiple(tables, **given) if given else contextlib.nullcontext():
@@ -58,7 +68,7 @@ def forced(rows: str, keys: str) -> Iterator[None]:
     forget_plans()
 
 
-def measure(cell: Cell, tiles: list[tuple[str, str]], rounds: int, writer: Any) -> None:
+def measure(cell: Cell, tiles: list[tuple[str, str, str]], rounds: int, writer: Any) -> None:
     second, backward = passes(cell.attention, cell)
     with torch.no_grad():
         forward_time = device_time(lambda: cell.attention(*cell.inputs), rounds)
@@ -66,29 +76,33 @@ def measure(cell: Cell, tiles: list[tuple[str, str]], rounds: int, writer: Any) 
     if cell.has_dense and cell.group == 1:
         with contextlib.suppress(torch.OutOfMemoryError):
             dense_time = device_time(passes(providers(cell.causal)["dense"], cell)[0], 2)
-    for rows, keys in tiles:
+    for tile in tiles:
         try:
-            with forced(rows, keys):
+            with forced(*tile):
                 own = device_time(second, rounds)
         except Exception as error:  # a tile that no program has the memory for
-            writer.writerow([cell.name, f"{rows} {keys}", f"{type(error).__name__}: {error}"[:80]])
+            writer.writerow([cell.name, " ".join(tile), f"{type(error).__name__}: {error}"[:80]])
             continue
         figures = [own, backward_time, forward_time, dense_time, own / backward_time, dense_time and dense_time / own]
-        writer.writerow([cell.name, f"{rows} {keys}".strip(), *("" if x is None else f"{x:.4g}" for x in figures)])
+        writer.writerow([cell.name, " ".join(tile).strip(), *("" if x is None else f"{x:.4g}" for x in figures)])
 
 
 @click.command(help=__doc__)
 @click.option("--rows", default="", help="Tiles of the kernel for rows.")
 @click.option("--keys", default="", help="Tiles of the kernel for keys.")
+@click.option("--wide", default="", help="Tiles of the kernels of wide heads, and columns of a sum.")
 @click.option("--cell", "words", multiple=True, help="Only cells whose names contain one of these.")
 @click.option("--rounds", default=5)
 @click.option("--as-arch", type=click.Choice(ARCHITECTURES), help="Compile our kernels as for an older chip.")
 @click.option("--out", type=click.File("a"), default=sys.stdout, help="CSV file to append to.")
-def main(rows: str, keys: str, words: tuple[str, ...], rounds: int, as_arch: str | None, out: TextIO) -> None:
+def main(
+    rows: str, keys: str, wide: str, words: tuple[str, ...], rounds: int, as_arch: str | None, out: TextIO
+) -> None:
     if as_arch is not None:
         install(as_arch)
     settings = tomllib.loads(SWEEP.read_text())
-    tiles = [("", ""), *((x, "") for x in rows.split(",") if x), *(("", x) for x in keys.split(",") if x)]
+    tiles = [("", "", ""), *((x, "", "") for x in rows.split(",") if x), *(("", x, "") for x in keys.split(",") if x)]
+    tiles += [("", "", x) for x in wide.split(",") if x]
     writer = csv.writer(out)
     writer.writerow(COLUMNS)
     for given in settings["cells"]:

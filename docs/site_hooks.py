@@ -34,6 +34,12 @@ def source_path(page: str) -> str:
     return f"ladder/docs/{page.removeprefix('course/')}" if page.startswith("course/") else f"docs/{page}"
 
 
+def words(text: str, path: str) -> str:
+    """A link's text, which is the page's title where it was the name of its file."""
+    first = (ROOT / path).read_text(encoding="utf-8").partition("\n")[0] if text == os.path.basename(path) else ""
+    return first.removeprefix("# ") if first.startswith("# ") else text
+
+
 def linked(text: str, page: str, url: str) -> str:
     """A page's text with links as the site has them."""
     folder = os.path.dirname(source_path(page))
@@ -46,7 +52,7 @@ def linked(text: str, page: str, url: str) -> str:
     def link(found: re.Match[str]) -> str:
         path, target = moved(found[3])
         if target is not None and (ROOT / path).is_file():
-            return f"{found[1]}[{found[2]}]({target}{found[4] or ''})"
+            return f"{found[1]}[{words(found[2], path)}]({target}{found[4] or ''})"
         return f"[{found[2]}]({url}/blob/main/{path}{found[4] or ''})" if url else found[2]
 
     # MkDocs leaves raw HTML as it is, and pages keep the folders of their sources.

@@ -222,4 +222,4 @@ def test_hints_come_in_stages_and_a_file_is_not_overwritten(tmp_path: Path, monk
     assert "has 2 hints" in run(main, ["exercise", "6", "--hint", "3"]).output
     assert run(main, ["exercise", "6"]).exit_code == 0
     assert "is there already" in run(main, ["exercise", "6"]).output
-    assert "no exercise is called" in run(main, ["exercise", "10"]).output
+    assert "no exercise is called" in run(main, ["exercise", "11"]).output

@@ -3,7 +3,6 @@ that the page shows, and what sees them; machine code for GPUs that are not here
 """
 
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -335,7 +334,23 @@ def test_sources_lie_next_to_their_modules() -> None:
     for step in STEPS.values():
         assert (cuda_compile.FOLDER / step.source_for(16, dtypes_of_step(step)).file).is_file()
     assert (cuda_compile.FOLDER / cuda_compile.HEADER).is_file()
-    assert shutil.which("nvcc") is None or cuda_compile.nvcc() is not None
+
+
+def test_nvcc_is_found_in_the_path_and_in_a_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    here = cuda_compile.nvcc()
+    assert here is None or here.startswith("/usr/local/cuda")
+    command = tmp_path / "bin" / "nvcc"
+    command.parent.mkdir()
+    command.write_text("")
+    command.chmod(0o700)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert cuda_compile.nvcc() == str(command)
+    monkeypatch.delenv("CUDA_HOME")
+    monkeypatch.setenv("PATH", str(command.parent))
+    assert cuda_compile.nvcc() == str(command)
 
 
 def dtypes_of_step(step: Any) -> torch.dtype:

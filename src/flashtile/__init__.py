@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from . import mask_mods, score_mods
 from .api.attention import ExactWindow, attention, attention_varlen, attention_with_kvcache
 from .api.explain import Explanation, explain
+from .api.latent_rows import PackedLatentRows, pack_latent_rows, unpack_latent_rows
 from .api.merge import merge_attention
 from .api.quantize import QuantizedKV, quantize_kv
 from .block_mask import BlockMask
@@ -32,6 +33,7 @@ __all__ = [
     "ExactWindow",
     "Explanation",
     "MaskMod",
+    "PackedLatentRows",
     "Prepared",
     "QuantizedKV",
     "ScoreMod",
@@ -43,9 +45,11 @@ __all__ = [
     "explain",
     "mask_mods",
     "merge_attention",
+    "pack_latent_rows",
     "prepare",
     "quantize_kv",
     "score_mods",
+    "unpack_latent_rows",
 ]
 
 

@@ -22,7 +22,7 @@ from flashtile.bench.cell import Cell
 from flashtile.bench.check import Checker, Verdict
 from flashtile.bench.clocks.cuda import CudaClock
 from flashtile.bench.inputs import make_case
-from flashtile.bench.providers import Provider, make, own
+from flashtile.bench.providers import Declined, Provider, make, own
 from flashtile.bench.providers.flash_attn_3 import FlashAttention3
 
 CPU = torch.device("cpu")
@@ -228,6 +228,23 @@ def test_flash_attention_2_is_called_as_the_contract_means_it(name: str) -> None
 def test_flash_attention_4_is_called_as_the_contract_means_it(name: str) -> None:
     found = verdict_of(make(["fa4"])[0], (CELLS | {"sinks": replace(BASE, sinks=True, causal=True)})[name])
     assert found.ok, found
+
+
+def ffpa_attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool, backend: str) -> Tensor:
+    assert enable_gqa
+    assert backend == "triton"
+    return flashtile.attention(q, k, v, causal=is_causal)
+
+
+def test_ffpa_is_called_as_the_contract_means_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("ffpa_attn")
+    vars(module)["ffpa_attn_func"] = ffpa_attend
+    monkeypatch.setitem(sys.modules, "ffpa_attn", module)
+    (provider,) = make(["ffpa:triton"])
+    found = verdict_of(provider, replace(BASE, head_dim=264, causal=True, heads_kv=1))
+    assert found.ok, found
+    with pytest.raises(Declined, match="no kernel of its own for 32 features"):
+        provider.prepare(make_case(replace(BASE, head_dim=32), CPU))
 
 
 # The clock -----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from checking import lengths_on_the_device, tile_size
+from duals import assert_close
 from formula import EXAMPLES, HKV, TWO_ROWS, B, Example, Outputs, dense, everything, loss, packed, paged, randn
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -18,12 +19,6 @@ import flashtile
 from flashtile.backend.tiled import transforms
 from flashtile.bench.allocation import live_and_peak_bytes
 from flashtile.dispatch.operators import OPERATORS
-
-
-def assert_close(found: Any, expected: Any) -> None:
-    pairs = zip(torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(expected), strict=True)
-    for x, y in pairs:
-        torch.testing.assert_close(x, y)
 
 
 def leaves_of(tensors: tuple[Tensor, ...]) -> list[Tensor]:

@@ -1,14 +1,19 @@
 """The kernels of second derivatives in Triton's interpreter, against formulas in float64."""
 
 import os
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from second_oracle import Triple, assert_close, by_autograd, second_derivative
+from second_oracle import Exact, Triple, assert_close, by_autograd, second_derivative
 from torch import Tensor
 
 import flashtile
+from flashtile.backend.triton.launch import second_blocks
+from flashtile.backend.triton.plan import candidates
+from flashtile.dispatch.planner import forget_plans
 from flashtile.testing.poison import poisoned_allocation
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
@@ -44,19 +49,69 @@ CASES: dict[str, tuple[dict[str, Any], Tensor]] = {
     "mask": ({"mask": SHOWN}, torch.where(SHOWN, 0.0, -torch.inf)),
     "slopes": ({"alibi_slopes": SLOPES}, -SLOPES[None, :, None, None] * DISTANCES),
     "sinks": ({"sinks": torch.tensor([0.3, -1.0])}, FULL),
+    "softcap": ({"softcap": 2.0, "bias": BIAS}, BIAS),
 }
+
+
+def exact(inputs: Triple, along: Triple, dout: Tensor, name: str) -> list[Exact]:
+    arguments, bias = CASES[name]
+    more = {key: arguments[key] for key in ("sinks", "softcap") if key in arguments}
+    return second_derivative(inputs, along, dout, bias, **more)
 
 
 @pytest.mark.parametrize(("dtype", "sizes"), [(torch.float32, (8, 8)), (torch.float16, (24, 16))], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_features(name: str, dtype: torch.dtype, sizes: tuple[int, int]) -> None:
     """Rows that see no key, too."""
-    arguments, bias = CASES[name]
+    arguments, _ = CASES[name]
     inputs, along, dout = tensors(dtype, *sizes)
     with poisoned_allocation():
         found, passes = by_autograd(inputs, along, dout, "triton", **arguments)
     assert ("second", "triton") in passes
-    assert_close(found, second_derivative(inputs, along, dout, bias, arguments.get("sinks")), dtype)
+    assert_close(found, exact(inputs, along, dout, name), dtype)
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Heads of any width are as wide ones."""
+    monkeypatch.setattr(candidates, "BLOCKED_ABOVE", 0)
+    forget_plans()
+    yield monkeypatch
+    forget_plans()
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("causal", torch.float16), ("bias", torch.float32)], ids=str)
+def test_wide_heads(name: str, dtype: torch.dtype, wide: pytest.MonkeyPatch) -> None:
+    """Weights of pairs in memory, of one head after another."""
+    wide.setattr(second_blocks, "MOST_BYTES", 0)
+    arguments, _ = CASES[name]
+    inputs, along, dout = tensors(dtype, 24, 40)
+    with poisoned_allocation():
+        found, passes = by_autograd(inputs, along, dout, "triton", **arguments)
+    assert ("second", "triton") in passes
+    assert_close(found, exact(inputs, along, dout, name), dtype)
+
+
+@pytest.mark.parametrize("most_bytes", [0, 2**30])
+def test_wide_heads_in_groups_with_dropout_are_as_tiled(most_bytes: int, wide: pytest.MonkeyPatch) -> None:
+    """Two units of rows and keys, in ranges of their own or together; one of two heads of a group in each, or all."""
+    wide.setattr(second_blocks, "MOST_BYTES", most_bytes)
+    generator = torch.Generator().manual_seed(3)
+    sizes = 2 * [(2, 40), (1, 35), (1, 35)] + [(2, 40)]
+    *inputs, tq, tk, tv, dout = (torch.randn(1, h, n, 8, generator=generator) for h, n in sizes)
+    arguments: dict[str, Any] = {"window": (12, 7), "dropout_p": 0.3, "dropout_seed": 5}
+    with poisoned_allocation():
+        found, _ = by_autograd(tuple(inputs), (tq, tk, tv), dout, "triton", **arguments)  # type: ignore[arg-type]
+    right, _ = by_autograd(tuple(inputs), (tq, tk, tv), dout, "tiled", **arguments)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, right, atol=2e-5, rtol=1e-4)
+
+
+def test_ranges_hold_whole_groups_or_equal_parts_of_one() -> None:
+    of = partial(second_blocks.ranges_of, rows=300, pitch=256, unit=128)
+    assert of(6, 2, pairs=5 * 384 * 256) == [(0, 4, 0, 384), (4, 2, 0, 384)]
+    assert [x[:2] for x in of(6, 6, pairs=5 * 384 * 256)] == [(0, 3), (3, 3)]
+    assert of(1, 1, pairs=2 * 128 * 256) == [(0, 1, 0, 256), (0, 1, 256, 128)]
+    assert of(0, 1, pairs=1) == []
 
 
 def test_groups_packed_rows_and_dropout_are_as_tiled() -> None:
@@ -125,9 +180,7 @@ def test_transforms_of_torch_func() -> None:
     assert_near([third[0]], [third[1]])
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"softcap": 5.0}, {"score_mod": lambda s, b, h, i, j: s * 0.5}], ids=["softcap", "score_mod"]
-)
+@pytest.mark.parametrize("arguments", [{"score_mod": lambda s, b, h, i, j: s * 0.5}], ids=["score_mod"])
 def test_what_has_no_kernel_runs_in_tiled(arguments: dict[str, Any]) -> None:
     inputs, along, dout = tensors(torch.float32, 8, 8)
     found, passes = by_autograd(inputs, along, dout, "triton", **arguments)

@@ -43,10 +43,12 @@ TESTS = (
     "tests/dispatch/test_compile.py",
     "tests/dispatch/test_self_check.py",
     "tests/expression/test_score_mod.py",
+    "tests/expression/test_score_mod_keys.py",
     "tests/compat/test_torch.py",
     "tests/project/test_imports.py",
     "tests/backend/gpu",
     "tests/backend/hopper/test_hopper.py",
+    "tests/backend/hopper/test_hopper_machine_code.py",
     "tests/backend/triton/test_offline.py",
 )
 # The time of an import says little on a busy machine; Inductor needs a C++ compiler; these kernels take minutes.

@@ -67,7 +67,7 @@ def test_the_example_of_the_layer() -> None:
 
 def test_every_function_has_an_example() -> None:
     functions = [name for name in flashtile.__all__ if inspect.isfunction(getattr(flashtile, name))]
-    assert len(functions) == 9
+    assert len(functions) == 11
     assert not [name for name in functions if ">>>" not in (getattr(flashtile, name).__doc__ or "")]
 
 
@@ -207,6 +207,7 @@ def test_the_site_has_every_page_and_nothing_else() -> None:
     ("page", "text", "url", "expected"),
     [
         ("index.md", "[a](faq.md#threads)", "", "[a](faq.md#threads)"),
+        ("index.md", "[faq.md](faq.md#threads)", "", "[Questions](faq.md#threads)"),
         ("index.md", "[a](../ladder/docs/ladder.md#x)", "", "[a](course/ladder.md#x)"),
         ("design/cpu.md", "[a](../../ladder/docs/README.md)", "", "[a](../course/README.md)"),
         ("course/ladder.md", "[a](../../docs/faq.md) ![b](ladder.svg)", "", "[a](../faq.md) ![b](ladder.svg)"),

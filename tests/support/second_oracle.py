@@ -20,15 +20,20 @@ class Exact(NamedTuple):
 
 
 def second_derivative(
-    inputs: Triple, along: Triple, dout: Tensor, bias: Tensor, sinks: Tensor | None = None, keep: Tensor | None = None
-) -> list[Exact]:
+    inputs: Triple, along: Triple, dout: Tensor, bias: Tensor, sinks: Tensor | None = None, keep: Tensor | None = None,
+    softcap: float = float("inf"),
+) -> list[Exact]:  # fmt: skip
     """The second derivative by q, k and v of dense inputs `[B, H, S, D]` with as many heads. `bias` has what is added
     to scores, -inf for hidden pairs; `keep` is 0 or what dropout multiplies by.
     """
     q, k, v, tq, tk, tv, dout, bias = (x.double() for x in (*inputs, *along, dout, bias))
     scale, keep = q.shape[-1] ** -0.5, torch.ones_like(bias) if keep is None else keep.double()
-    s = scale * q @ k.mT + bias
-    t = scale * (tq @ k.mT + q @ tk.mT)
+    s, t = scale * q @ k.mT, scale * (tq @ k.mT + q @ tk.mT)
+    slope, bend = torch.ones_like(s), torch.zeros_like(s)  # of the softcap: its derivative, and that over itself
+    if softcap < float("inf"):
+        s, tanh = softcap * (s / softcap).tanh(), (s / softcap).tanh()
+        slope, bend = 1 - tanh**2, -2 * tanh / softcap
+    s, t = s + bias, slope * t
     extra = [] if sinks is None else [sinks.double()[None, :, None, None].expand(*s.shape[:3], 1)]
     lse = torch.cat([s, *extra], dim=-1).logsumexp(dim=-1, keepdim=True)
     p = torch.where(s == -torch.inf, 0, (s - lse).exp())
@@ -38,10 +43,12 @@ def second_derivative(
     delta, product = ((dout * x).sum(dim=-1, keepdim=True) for x in (out, tout))
     dp, u = keep * (dout @ v.mT), keep * (dout @ tv.mT)
     r, ds, w = p * ((dp - delta) * (t - T) + u - product), p * (dp - delta), keep * p * (t - T)
+    r, ds = slope * r + bend * ds * t, slope * ds
 
     def absolute(weights: Tensor, dp: Tensor, u: Tensor, t: Tensor, of_rows: tuple[Tensor, ...]) -> list[Tensor]:
         delta, product, T = of_rows
         r, ds = weights * ((dp + delta) * (t + T) + u + product), weights * (dp + delta)
+        r, ds = slope * r + bend.abs() * ds * t, slope * ds
         w = keep * weights * (t + T)
         q_side = scale * (r @ k.abs() + ds @ tk.abs())
         return [q_side, scale * (r.mT @ q.abs() + ds.mT @ tq.abs()), w.mT @ dout.abs()]

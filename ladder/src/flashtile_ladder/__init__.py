@@ -48,6 +48,10 @@ class Step(NamedTuple):
     backward: bool = False
     runs: str = "attention"  # what its program runs: that, or "backward"
     needs: str = ""  # beyond Python and PyTorch
+    counted: bool = False  # touches HBM by slices alone
+    on_gpu: bool = False  # takes tensors of a GPU, or those of an emulation
+    halves: bool = False  # computes in 16 bits
+    rows: int = 0  # for which a block of compiled code reads K and V once
 
     @property
     def module(self) -> str:

@@ -15,7 +15,7 @@ Limits: N a multiple of 64; d 16, 32, 64 or 128; no causal; no lse (`None` is re
 """
 # pyright: reportInvalidTypeForm=false
 
-from torch import Tensor
+import functools
 
 from ._host.triton_or_not import tl, triton, whole_tiles
 
@@ -42,14 +42,4 @@ def kernel(
 
 
 # Host code: skip it when you learn.
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool = False,
-    scale: float | None = None,
-    *,
-    input_precision: str = "ieee",
-) -> tuple[Tensor, None]:
-    """`[N, d]` to out `[N, d]`, wrong for N > 64, and no lse; `whole_tiles` says what is an error."""
-    return whole_tiles(kernel, BLOCK_M, q, k, v, causal, scale, input_precision), None
+attention = functools.partial(whole_tiles, kernel, BLOCK_M)

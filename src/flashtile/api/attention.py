@@ -13,6 +13,7 @@ from ..call.cache_tensors import CacheTensors
 from ..call.window import ExactWindow as ExactWindow  # part of the interface, as the functions are
 from ..dispatch.cache_operator import attend_with_cache
 from .latent import cache_with_query_of_values, with_query_of_values
+from .latent_rows import packed_cache
 from .normalize import lengths_of, normalize
 from .out import direct_out
 from .public_call import Request, public_call
@@ -446,7 +447,8 @@ def attention_with_kvcache(
             `[B_cache, Hkv, S_max]` or `[num_pages, page_size, Hkv]`: these are computed for new tokens, and written in
             place.
         v_dim: as in `attention`: values are columns of k_cache, and k alone is appended. `v_descale` is k_descale, and
-            not given.
+            not given. With 512 and 576 features of q, k_cache may have rows of 656 bytes, uint8 or float8_e4m3fn, as of
+            `pack_latent_rows` (docs/kvcache.md), into which new keys are packed.
         qv: as in `attention_varlen`, in the shape of q with Dv. k and v are appended as they are without it.
 
     The other arguments: as in `attention`; `mask` and `bias` broadcast to `[B, H, Sq, S_max]` (pages:
@@ -471,6 +473,8 @@ def attention_with_kvcache(
     if qv is not None:
         joined, k = cache_with_query_of_values(q, k_cache, v_cache, k, v, qv, rotary_cos)
         (q, k_cache, v_dim, _), v_cache, v = joined, None, None
+    if v_dim is not None:
+        k_cache = packed_cache(q, k_cache, v_dim)
     values: Tensor
     values, v_descale, v_dim = values_of(
         "attention_with_kvcache", k_cache, v_cache, k_descale, v_descale, v_dim, appends=v is not None

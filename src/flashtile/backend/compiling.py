@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 PATIENCE = 2.0  # seconds until there is a line
@@ -19,6 +19,7 @@ class State(threading.local):
 
     inside = False  # it compiles; parts of a kernel are compiled inside of it
     refuses = False
+    others: Callable[[], Iterable[Any]] = tuple  # kernels of later passes
 
 
 _state = State()
@@ -47,6 +48,34 @@ def compiling(cached_in: Callable[[], Any]) -> Iterator[None]:
     finally:
         _state.inside = False
         timer.cancel()
+
+
+@contextlib.contextmanager
+def within() -> Iterator[None]:
+    """Around the compilation of a part in this thread, for a kernel that another thread may compile."""
+    before, _state.inside = _state.inside, True
+    try:
+        yield
+    finally:
+        _state.inside = before
+
+
+@contextlib.contextmanager
+def expecting(others: Callable[[], Iterable[Any]]) -> Iterator[None]:
+    """Inside, a kernel of this thread that has to be compiled may be compiled at the same time as those that `others`
+    returns, which later passes need.
+    """
+    before, _state.others = _state.others, others
+    try:
+        yield
+    finally:
+        _state.others = before
+
+
+def expected() -> Iterable[Any]:
+    """The kernels that `expecting` has named: once."""
+    others, _state.others = _state.others, tuple
+    return others()
 
 
 @contextlib.contextmanager

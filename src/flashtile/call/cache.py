@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..persistent import persistent
 from ..private_torch import is_capturing
-from . import device, eight_bit
+from . import device, eight_bit, latent_rows
 from .cache_tensors import CACHE_INDICES, CacheTensors, RotarySettings, appended, count, held, new_offsets
 from .call import INDICES, Call, Tensors, new_rows, with_copies
 from .check_cache import check_cache, check_values, check_writable
@@ -108,6 +108,8 @@ def append_and_rotate(cache_call: CacheCall) -> Call:
         position = held(cache)[tokens.sequence] + tokens.place  # [T]
         turn = position if cache.rotary_start is None else cache.rotary_start[tokens.sequence] + tokens.place
         k = rotated(cache.k, turn, cache, rotary)
+        if cache.k_cache.dtype is torch.uint8:
+            k = latent_rows.pack(k)
         v = None if cache.v is None else tokens_of(cache.v)
         append(t, tokens_of(k), v, tokens, position, writes_descales(cache))
     if cache.rotary_cos is None:

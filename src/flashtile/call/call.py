@@ -121,13 +121,14 @@ class Settings(NamedTuple):
 class Call:
     """One call: its tensors and its settings."""
 
-    __slots__ = ("entry", "is_plain_eager", "kept", "settings", "tensors")
+    __slots__ = ("entry", "is_differentiated", "is_plain_eager", "kept", "settings", "tensors")
     kind = "forward"  # the function of a backend that runs it
 
     def __init__(self, tensors: Tensors, settings: Settings, entry: Any = None, *, is_plain_eager: bool = False):
         self.tensors, self.settings = tensors, settings
         self.entry = entry  # what the fast path knows of calls like this one
         self.is_plain_eager = is_plain_eager
+        self.is_differentiated = False  # whether autograd may ask for a backward pass
         self.kept: Tensor | None = None  # what a forward pass leaves for backward (`keep`)
 
     def keep(self, results: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
+from . import latent_rows
 from .cache_tensors import EXAMPLE, CacheTensors, appended, count
 from .call import Tensors
 from .check import descale, memory, offsets, pages
@@ -120,16 +121,22 @@ def check_cache(cache: CacheTensors, features: Tensors, *, v_dim: int | None = N
     batch = q.shape[0] if features.cu_seqlens_q is None else max(features.cu_seqlens_q.numel() - 1, 0)
     paged = cache.page_table is not None
     layout = "[num_pages, page_size, Hkv, {}]" if paged else "[B_cache, Hkv, S_max, {}]"
+    packed = v_dim is not None and latent_rows.is_packed(cache.k_cache)
     for name, x, dim in (("k_cache", cache.k_cache, "D"), ("v_cache", cache.v_cache, "Dv")):
         if x.dim() != 4 or x.shape[:3] != cache.k_cache.shape[:3]:
             fail(name, f"{layout.format(dim)}, alike for k and v")
+        if packed:
+            continue
         if x.dtype != q.dtype and not is_eight_bit(cache.k_cache):
             fail(name, f"the dtype of q, {q.dtype}, or one of 8 bits: {DTYPES_IN_WORDS}")
         if x.dtype != cache.k_cache.dtype:
             fail(name, f"the dtype of k_cache, {cache.k_cache.dtype}")
     if cache.k_cache.shape[1 if paged else 2] == 0:
         fail("k_cache", f"{layout.format('D')} with room for at least one key")
-    if cache.k_cache.shape[-1] != q.shape[-1]:
+    widths = cache.k_cache.shape[-1], q.shape[-1], v_dim
+    if packed and (widths != latent_rows.WIDTHS or cache.k_cache.stride(-1) != 1):
+        fail("k_cache", latent_rows.IN_WORDS)
+    if not packed and widths[0] != widths[1]:
         fail("k_cache", f"the head dimension of q, {q.shape[-1]}")
     heads_kv = cache.k_cache.shape[2 if paged else 1]
     if heads_kv == 0 or q.shape[1] % heads_kv != 0:
@@ -198,7 +205,7 @@ def check_appended(cache: CacheTensors, features: Tensors, heads_kv: int, batch:
         leading, rank, first = "[Tq, Hkv, {}] (packed like q) with Tq = {},", 3, features.q.shape[0]
     else:
         leading, rank, first = "[B, Hkv, S_new, {}] with B = {},", 4, batch
-    for name, x, dim, width in (("k", k, "D", cache.k_cache.shape[-1]), ("v", v, "Dv", cache.v_cache.shape[-1])):
+    for name, x, dim, width in (("k", k, "D", features.q.shape[-1]), ("v", v, "Dv", cache.v_cache.shape[-1])):
         if x is None:
             continue
         fits = x.dim() == rank and x.shape[0] == first and x.shape[1] == heads_kv and x.shape[-1] == width

@@ -14,8 +14,7 @@ from .arguments import decline, infinite_lse, refuse
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
-LATENT, ROPE = 512, 64  # features of a row, and
-ROW_BYTES = LATENT + 4 * 4 + 2 * ROPE  # its bytes in 8 bits, with four scales
+FEATURES, ROW_BYTES = 576, 656  # a packed row has so many
 EXAMPLE = (
     "flash_mla_with_kvcache(q, k_cache, block_table, cache_seqlens, 512, get_mla_metadata()[0], causal=True, "
     "softmax_scale=192**-0.5)"
@@ -33,22 +32,14 @@ def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None
     return FlashMLASchedMeta(), None
 
 
-def numbers_of_pages(q: Tensor, k_cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
-    """The pages of a table, of rows of 656 bytes, as numbers of q's dtype `[B * max_pages, page_size, 1, 576]`, and the
-    table of their places. Entries that name no page stay so.
-    """
+def bytes_of(q: Tensor, k_cache: Tensor) -> Tensor:
+    """Pages of rows of 656 bytes as `attention_with_kvcache` takes them."""
     if k_cache.dim() != 4 or k_cache.element_size() != 1 or k_cache.shape[2:] != (1, ROW_BYTES):
         accepted = f"[num_pages, page_size, 1, {ROW_BYTES}] of bytes, with is_fp8_kvcache"
         refuse("k_cache", k_cache, accepted, EXAMPLE)
-    if q.shape[-1] != LATENT + ROPE:
-        refuse("q", q, f"{LATENT + ROPE} features, with is_fp8_kvcache", EXAMPLE)
-    exists = (block_table >= 0) & (block_table < k_cache.shape[0])
-    pages = k_cache.view(torch.uint8)[torch.where(exists, block_table, 0).long().flatten()]
-    eight_bit, scales, rope = (x.contiguous() for x in pages.split((LATENT, 16, 2 * ROPE), -1))
-    latent = eight_bit.view(torch.float8_e4m3fn).float().unflatten(-1, (4, -1)) * scales.view(torch.float32)[..., None]
-    rows = torch.cat((latent.flatten(-2).to(q.dtype), rope.view(torch.bfloat16).to(q.dtype)), -1)
-    places = torch.arange(exists.numel(), dtype=torch.int32, device=exists.device).view(exists.shape)
-    return rows, torch.where(exists, places, -1)
+    if q.shape[-1] != FEATURES:
+        refuse("q", q, f"{FEATURES} features, with is_fp8_kvcache", EXAMPLE)
+    return k_cache.view(torch.uint8)
 
 
 def flash_mla_with_kvcache(
@@ -82,8 +73,7 @@ def flash_mla_with_kvcache(
             times the factor of its rotary scaling.
         attn_sink: `[Hq]`; `out` is multiplied by `exp(lse) / (exp(lse) + exp(attn_sink))`, and lse stays.
         is_fp8_kvcache: rows are 656 bytes, as DeepSeek-V3.2 keeps them: 512 numbers of float8_e4m3fn, the four float32
-            scales of each 128 of them, and 64 numbers of bfloat16. The pages of the table are first made numbers of q's
-            dtype, in a copy; a cache of 8 bits that is read as it is has one scale for each row (docs/kvcache.md).
+            scales of each 128 of them, and 64 numbers of bfloat16 (docs/kvcache.md).
         indices, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length: must be `None`.
 
     Returns:
@@ -103,7 +93,7 @@ def flash_mla_with_kvcache(
     assert block_table is not None
     assert cache_seqlens is not None
     if is_fp8_kvcache:
-        k_cache, block_table = numbers_of_pages(q, k_cache, block_table)
+        k_cache = bytes_of(q, k_cache)
     out, lse = attention_with_kvcache(
         q.transpose(1, 2),
         k_cache,

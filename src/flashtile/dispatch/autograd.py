@@ -111,6 +111,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(call: Call, *flat: Tensor | None) -> tuple[Tensor, Tensor]:
         if call.is_plain_eager:
+            call.is_differentiated = True
             return operators.run_forward(call)
         operator = operators.operators_of(call)
         with operators.handled_tangents():  # in `jvp`

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.library import register_fake, register_vmap
 
 from .. import private_torch
-from ..call.cache import CacheCall, written_descales
+from ..call.cache import CacheCall, append_and_rotate, written_descales
 from ..call.cache_tensors import CacheTensors, RotarySettings
 from ..call.call import FEATURES as FEATURES_OF_CALLS
 from ..call.call import SETTINGS, Call, Settings, Tensors, lse_shape, new_rows, public_lse
@@ -20,12 +20,14 @@ from ..call.check_cache import check_writable
 from ..call.eager import in_forward_mode
 from ..call.eight_bit import is_eight_bit
 from ..call.features import CACHE, INDEX, TENSOR_LIST
+from ..call.latent_rows import is_packed, unpacked
 from ..call.problem import accumulation_dtype
 from ..call.written import mark_written
 from ..dynamo import untraced
 from ..errors import AttentionError
 from . import fast_path
 from .operators import LIBRARY, check_numbers, run_forward
+from .passes import inside_operator
 
 NAME = "attention_with_kvcache"
 OPTIONAL_CACHE = CacheTensors._fields[3:]
@@ -113,12 +115,22 @@ def run_with_cache(call: CacheCall) -> tuple[Tensor, Tensor]:
     call.entry = call.entry or fast_path.find_call(call)
     cache = call.cache
     if cache.k is None:
-        return public_lse(call, run_forward(call))
+        return attend_to_packed(call) if is_packed(cache.k_cache) else public_lse(call, run_forward(call))
     if call.entry is not None and call.entry.paged is not None:  # else the checks of a new layout do
         check_writable(call.entry, cache.k_cache, cache.v_cache, cache.k, cache.v)
-    results = public_lse(call, run_forward(call))
+    results = attend_to_packed(call) if is_packed(cache.k_cache) else public_lse(call, run_forward(call))
     mark_written(cache.k_cache, cache.v_cache, *written_descales(cache))
     return results
+
+
+def attend_to_packed(call: CacheCall) -> tuple[Tensor, Tensor]:
+    """`run_with_cache` of rows of 656 bytes: new keys are packed, then the rows that are needed become a copy in q's
+    dtype.
+    """
+    call = call.with_own_indices()
+    with inside_operator(call):
+        attention = unpacked(append_and_rotate(call))
+    return public_lse(attention, run_forward(attention))
 
 
 def fake(*operands: Any) -> tuple[Tensor, Tensor]:

@@ -6,14 +6,17 @@ recorded. `api.repeated` finds calls in the same table by the arguments as the c
 (`enabled` is false) every call is normalized, checked and planned, with the same results.
 """
 
+import functools
 import os
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import private_torch
+from ..backend.compiling import expecting
 from ..backend.cpu.targets import VECTORS_VARIABLE
 from ..backend.replays import Recording
 from ..call import check, counting, device
@@ -23,6 +26,7 @@ from ..call.memory import Layouts, layout_key
 from ..call.plan import Plan
 from ..expression import is_local
 from . import forking, planner
+from .expected import backward_kernels
 from .passes import function_of, inside_operator, recorder_of
 from .planner import BACKEND_VARIABLE, plan_call
 
@@ -51,6 +55,7 @@ class Pass:
 
     def run(self, call: Call, kind: str, needs: Needs | None, *rest: Any, moves: Needs | None = None) -> Any:
         """Run the `kind` function of the planned backend, or record it at the second call."""
+        later = functools.partial(backward_kernels, call) if call.is_differentiated else None
         if self.plan is None:
             call, record = call.with_own_indices(), None
             chosen = plan_call(call, needs=needs, moves=moves)
@@ -62,7 +67,8 @@ class Pass:
             call, record = checked(call), recorder_of(self.plan, kind)
         with inside_operator(call):
             if record is None:
-                return function_of(self.plan, kind)(self.plan, call, *rest)
+                with nullcontext() if later is None else expecting(later):
+                    return function_of(self.plan, kind)(self.plan, call, *rest)
             replay, results = record(self.plan, call, *rest)
         if replay is not None and call.layout != "dense" and device.host_readable(call.tensors.q):
             self.replay = lambda call, *rest: replay(checked(call), *rest)

@@ -28,6 +28,7 @@ from ..testing.latent import maybe_latent
 from ..testing.long import LONGEST, long_case
 from ..testing.moving import moving
 from ..testing.oracle import solve
+from ..testing.packed_rows import maybe_packed
 from ..testing.threads import one_thread
 from ..testing.tolerance import Deviation, compare
 
@@ -300,7 +301,7 @@ def case_of(problems: Problems, number: Number) -> Case:
     values = None if problems.captured is None else Source.load(problems.captured)
     on_hopper = is_hopper(device)
     case = random_case(seed, device=device, dtypes=dtypes, values=values, variation=variation, on_hopper=on_hopper)
-    return maybe_latent(case)
+    return maybe_packed(maybe_latent(case))
 
 
 def is_hopper(device: torch.device) -> bool:

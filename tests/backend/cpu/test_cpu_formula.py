@@ -4,18 +4,16 @@ import ctypes
 import functools
 import importlib
 import math
-import os
 import random
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
+from cpu_widths import WIDTHS, request_width
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flashtile import BackendError
 from flashtile.expression.builder import Builder, Node
 from flashtile.expression.operations import OPERATIONS
 from flashtile.expression.program import BOOL, INPUTS, INTEGERS, REAL, Instruction, Program, TensorType, number, type_of
@@ -32,7 +30,6 @@ B, FIRST_KEY = 1, 2
 INF, NAN = math.inf, math.nan
 ODD = [0.0, -0.0, 1.0, -1.0, INF, -INF, NAN, 1e-40, -1e-45, 1e38, -3e38, 88.6, -87.4, -103.9, 5.9, 0.99, 2.0**24, 2.5]
 DTYPES = ["float32", "float64", "bfloat16", "float16", "bool", "int8", "uint8", "int16", "int32", "int64"]
-WIDTHS = ("avx512", "avx2", "baseline")
 
 
 class Inputs(NamedTuple):
@@ -223,14 +220,6 @@ def random_program(random_: random.Random, inputs: Inputs) -> Program:
 BITWISE = ("and_", "or_", "xor", "not_")
 
 
-def usable(width: str) -> bool:
-    with mock.patch.dict(os.environ, {targets.VECTORS_VARIABLE: width}):
-        try:
-            return targets.host() is not None
-        except BackendError:
-            return False
-
-
 @settings(max_examples=6)
 @given(seed=st.integers(0, 2**32 - 1), dtype=st.sampled_from([torch.float32, torch.float64]), wide=st.booleans())
 def test_random_programs(seed: int, dtype: torch.dtype, wide: bool) -> None:
@@ -243,9 +232,7 @@ def test_random_programs(seed: int, dtype: torch.dtype, wide: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_functions_of_reals(width: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every function, over the whole range of exponents and near the numbers where formulas change."""
-    if not usable(width):
-        pytest.skip(f"this processor has no {width}")
-    monkeypatch.setenv(targets.VECTORS_VARIABLE, width)
+    request_width(width, monkeypatch)
     builder = Builder(())
     x = builder.input("score")
     functions = [name for name, f in OPERATIONS.items() if f.operands == REAL and f.text.count("{}") == 1]

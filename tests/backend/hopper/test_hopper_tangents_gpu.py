@@ -59,7 +59,7 @@ def test_every_candidate(width: tuple[int, int], number: int) -> None:
 
 
 @pytest.mark.parametrize("names", [("q",), ("k",), ("v",), ("q", "k"), ("q", "v"), ("k", "v")], ids="".join)
-@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("width", [96, 128, 256])
 def test_some_inputs_move(names: tuple[str, ...], width: int) -> None:
     assert not failures(moving(case_of(f"causal {width}", 1, "cuda"), names))
 

@@ -1,6 +1,8 @@
 """Second derivatives on a GPU: `pytest -m gpu tests/backend/triton/test_second_gpu.py`."""
 
+import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from second_oracle import Triple, assert_close, by_autograd, second_derivative
 from torch import Tensor
 
 import flashtile
+from flashtile.backend.triton.launch import second_blocks
 from flashtile.bench.allocation import live_and_peak_bytes
 from flashtile.testing.poison import poisoned_allocation
 
@@ -29,7 +32,7 @@ def tensors(dtype: torch.dtype, shape: tuple[int, ...], head_dim: int, seed: int
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 256])
-@pytest.mark.parametrize("feature", ["plain", "causal", "bias", "mask", "window"])
+@pytest.mark.parametrize("feature", ["plain", "causal", "bias", "mask", "window", "softcap"])
 def test_within_the_bound(feature: str, head_dim: int, dtype: torch.dtype) -> None:
     rows, keys = 301, 437
     inputs, along, dout = tensors(dtype, (1, 2, rows, keys), head_dim, head_dim)
@@ -49,11 +52,14 @@ def test_within_the_bound(feature: str, head_dim: int, dtype: torch.dtype) -> No
         "bias": ({"bias": bias}, bias),
         "mask": ({"mask": shown}, added(shown)),
         "window": ({"window": (70, 20)}, added((j >= shift - 70) & (j <= shift + 20))),
+        "softcap": ({"softcap": 20.0}, added(j >= 0)),
     }[feature]
     with poisoned_allocation():
         found, passes = by_autograd(inputs, along, dout, "triton", **arguments)
     assert ("second", "triton") in passes, passes
-    assert_close(found, second_derivative(inputs, along, dout, terms), dtype)
+    assert_close(
+        found, second_derivative(inputs, along, dout, terms, softcap=arguments.get("softcap", math.inf)), dtype
+    )
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -76,9 +82,24 @@ def test_groups_packed_rows_and_dropout_are_as_tiled(head_dim: int) -> None:
         torch.testing.assert_close(x, right, atol=1e-4 * float(right.abs().max()), rtol=1e-3)
 
 
-def test_memory_grows_with_length() -> None:
+def test_wide_heads_in_groups_with_dropout_are_as_tiled() -> None:
+    """Weights of pairs in memory, in ranges of some rows of a head."""
+    generator = torch.Generator("cuda").manual_seed(3)
+    sizes = [(4, 700), (2, 900), (2, 900), (4, 700), (2, 900), (2, 900), (4, 700)]
+    *inputs, tq, tk, tv, dout = (torch.randn(1, h, n, 160, generator=generator, device="cuda") for h, n in sizes)
+    arguments: dict[str, Any] = {"window": (300, 70), "dropout_p": 0.3, "dropout_seed": 5}
+    with mock.patch.object(second_blocks, "MOST_BYTES", 2**23), poisoned_allocation():
+        found, passes = by_autograd(tuple(inputs), (tq, tk, tv), dout, "triton", **arguments)  # type: ignore[arg-type]
+    assert ("second", "triton") in passes, passes
+    right, _ = by_autograd(tuple(inputs), (tq, tk, tv), dout, "tiled", **arguments)  # type: ignore[arg-type]
+    for x, y in zip(found, right, strict=True):
+        torch.testing.assert_close(x, y, atol=1e-4 * float(y.abs().max()), rtol=1e-3)
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_memory_grows_with_length(head_dim: int) -> None:
     def peak(length: int) -> int:
-        inputs, along, dout = tensors(torch.bfloat16, (1, 4, length, length), 64, 0)
+        inputs, along, dout = tensors(torch.bfloat16, (1, 4, length, length), head_dim, 0)
         leaves = [x.requires_grad_() for x in inputs]
         first = torch.autograd.grad(flashtile.attention(*leaves), leaves, dout, create_graph=True)
         left, most = live_and_peak_bytes(
@@ -87,4 +108,4 @@ def test_memory_grows_with_length() -> None:
         return most - left
 
     peak(2048)
-    assert peak(8192) < 4.5 * peak(2048)
+    assert peak(16384) < 4.5 * peak(4096)

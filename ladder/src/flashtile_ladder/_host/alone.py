@@ -23,22 +23,6 @@ FOLDER = Path(__file__).parents[1]
 SMALL, LARGE = (64, 16), (512, 64)  # N, d: up to step 3, whose loops are Python's or C++'s, and from step 4 on
 SIMULATED = (64, 16)  # where the processor runs the threads of a GPU one after the other
 SECONDS = 0.3  # of timing
-COUNTED = ("step01_softmax", "step04_standard", "step05_flash1", "step06_flash2", "step10_variants")
-ROWS_OF_A_BLOCK = {  # of compiled code: rows for which K and V are read once
-    "step07_numba": 32,
-    "step07_numba_cuda": 32,
-    "step08_triton_lite": 64,
-    "step08_triton_online": 64,
-    "step08_triton_lse": 64,
-    "step09_cuda_warps": 1,
-    "step09_cuda_registers": 64,
-    "step08_triton_backward": 32,
-    "step09_cuda_tensor_cores": 64,
-    "step09_cuda_stages": 128,
-    "step09_hopper": 128,
-}
-HALVES = ("step09_cuda_tensor_cores", "step09_cuda_stages", "step09_hopper")  # in 16 bits
-ON_GPU = ("step09_cuda_rows", *(name for name in ROWS_OF_A_BLOCK if name != "step07_numba"))
 
 
 class Bytes(NamedTuple):
@@ -68,6 +52,13 @@ def run(file: str, steps: Sequence[Step] = STEPS) -> int:
         found = call(step, q, k, v)()
     except (RuntimeError, ValueError) as problem:
         print(f"cannot run: {problem}")
+        if (
+            device.type == "cpu"
+            and step.on_gpu
+            and step.module != "step09_hopper"
+            and os.environ.get("TRITON_INTERPRET") != "1"
+        ):
+            show("without a GPU", f"python -m flashtile_ladder --emulate {step.module}")
         show_next(steps[number:])
         return 1
     title, right = ("out", [exact(q, k, v)]) if step.runs == "attention" else ("dq", exact_gradients(q, k, v))
@@ -114,7 +105,7 @@ def shared(ratio: float) -> str:
 def compare_times(step: Step, before: Step | None, q: Tensor, k: Tensor, v: Tensor) -> None:
     """The time, that of the step before, and why they differ."""
     device = q.device
-    interpreted = device.type == "cpu" and step.module in ON_GPU
+    interpreted = device.type == "cpu" and step.on_gpu
     words = " of an emulation" if interpreted else ""
     show("time", f"{milliseconds(call(step, q, k, v), device):.4g} ms{words}")
     if before is not None:
@@ -143,7 +134,7 @@ def inputs(step: Step) -> tuple[Tensor, Tensor, Tensor]:
 
 def device_for(step: Step) -> torch.device:
     """The GPU for a step that needs one, where there is one; interpreters take the CPU's tensors."""
-    return torch.device("cuda" if step.module in ON_GPU and torch.cuda.is_available() else "cpu")
+    return torch.device("cuda" if step.on_gpu and torch.cuda.is_available() else "cpu")
 
 
 def call(step: Step, q: Tensor, k: Tensor, v: Tensor, runs: str = "") -> Callable[[], Any]:
@@ -158,7 +149,7 @@ def call(step: Step, q: Tensor, k: Tensor, v: Tensor, runs: str = "") -> Callabl
     if not step.tensors:
         rows = [x.tolist() for x in (q, k, v)]
         return lambda: module.attention(*rows)
-    if step.module in HALVES:
+    if step.halves:
         q, k, v = (x.half() for x in (q, k, v))
     return lambda: module.attention(q, k, v)
 
@@ -188,14 +179,14 @@ def bytes_moved(step: Step, q: Tensor, k: Tensor, v: Tensor, runs: str = "") -> 
     n, d = q.shape
     module = step.load()
     if step.module == "step08_triton_backward":  # delta; a block of keys reads all rows, a block of rows all keys
-        visits = math.ceil(n / ROWS_OF_A_BLOCK[step.module])
+        visits = math.ceil(n / step.rows)
         read = 2 * n * d + (2 * n * d + visits * (2 * n * d + 2 * n)) + (2 * n * d + 2 * n + visits * 2 * n * d)
         return Bytes(4 * read, 4 * (n + 3 * n * d), "from its loops")
     if runs == "backward":
         q, k, v = (x.cpu() for x in (q, k, v))
         counts, _ = count(module.backward, [q, k, v, *module.attention(q, k, v), v])
         return Bytes(counts["read"], counts["written"], "counted")
-    if step.module in COUNTED:
+    if step.counted:
         function = module.attention_in_kernels if step.module == "step04_standard" else module.attention
         counts, _ = count(function, [q.cpu(), k.cpu(), v.cpu()])
         return Bytes(counts["read"], counts["written"], "counted")
@@ -206,12 +197,12 @@ def bytes_moved(step: Step, q: Tensor, k: Tensor, v: Tensor, runs: str = "") -> 
     if step.number < 4:  # the loops of step 2: each row of Q meets all rows of K and V
         itemsize = 8 if step.number == 2 else 4
         return Bytes(itemsize * (n * d + 2 * n * n * d), itemsize * n * (d + 1), "from its loops")
-    size = 2 if step.module in HALVES else 4
+    size = 2 if step.halves else 4
     if step.module == "step09_cuda_rows":  # step 5's order: O, l and m come and go for each block of keys
         visits = math.ceil(n / module.macros["BLOCK_N"])
         read = size * (2 * n * d + visits * n * (2 * d + 2))
         return Bytes(read, size * (visits * n * (d + 2) + n), "from its loops")
-    visits = math.ceil(n / ROWS_OF_A_BLOCK[step.module])
+    visits = math.ceil(n / step.rows)
     return Bytes(size * (n * d + visits * 2 * n * d), size * n * d + 4 * n, "from its loops")
 
 

@@ -143,7 +143,7 @@ def toolkits() -> list[Path]:
 
 def nvcc() -> str | None:
     """The path of the command, or `None`."""
-    return shutil.which("nvcc") or next((found for h in toolkits() if (found := shutil.which(h / "bin/nvcc"))), None)
+    return shutil.which("nvcc") or next((found for h in toolkits() if (found := shutil.which(f"{h}/bin/nvcc"))), None)
 
 
 def by_nvcc(source: Source, arch: int) -> bytes:

@@ -83,11 +83,12 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def whole_tiles(
-    kernel: Any, block: int, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, precision: str
-) -> Tensor:
-    """`[N, d]` to out `[N, d]` by a kernel that has no masks, in tiles of `block` rows and keys.
+    kernel: Any, block: int, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, *,
+    input_precision: str = "ieee",
+) -> tuple[Tensor, None]:  # fmt: skip
+    """`[N, d]` to out `[N, d]` by a kernel that has no masks, in tiles of `block` rows and keys; no lse.
 
-    `precision` is that of `tl.dot` for float32: "ieee", or Triton's default "tf32" (see step08_triton_lse).
+    `input_precision` is that of `tl.dot` for float32: "ieee", or Triton's default "tf32" (see step08_triton_lse).
 
     Raises:
         TritonUnavailableError: Triton is missing, or there is neither a GPU nor its interpreter.
@@ -95,11 +96,11 @@ def whole_tiles(
     """
     if causal:
         raise ValueError("this step has no causal; step08_triton_lse has")
-    check(kernel, q, k, v, multiple_of=block, precision=precision)
+    check(kernel, q, k, v, multiple_of=block, precision=input_precision)
     n, d = q.shape
     scale = 1 / math.sqrt(d) if scale is None else scale
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = torch.empty_like(q)
     with on(q.device):
-        kernel[(n // block,)](q, k, v, out, n, scale, d, block, block, precision, num_stages=2)
-    return out
+        kernel[(n // block,)](q, k, v, out, n, scale, d, block, block, input_precision, num_stages=2)
+    return out, None

@@ -61,7 +61,7 @@ class Exercise:
     title: str
     module: str
     function: str
-    form: str  # how the judge calls it: softmax, forward, backward, tiled, triton, gluon or predict
+    form: str  # how the judge calls it: softmax, forward, backward, tiled, triton, gluon, predict, variant or order
     first: str  # the heart's first line, without its comment
     last: str
     text: str

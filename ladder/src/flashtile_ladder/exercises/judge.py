@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..measure.counted import count
-from . import Exercise
+from . import Exercise, variants
 
 # Of results, relative and absolute; and absolute for each unit of the largest k, squared.
 TOLERANCES = {torch.float64: (1e-9, 1e-14), torch.float32: (1e-4, 2e-6)}
@@ -104,6 +104,8 @@ def oracle(probe: Probe) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def expected(exercise: Exercise, probe: Probe) -> dict[str, Tensor]:
+    if exercise.form in ("variant", "order"):
+        return variants.defined(probe.name) if exercise.form == "variant" else variants.wanted()
     if exercise.form == "predict":
         step = exercise.step()
         return {name: torch.tensor(float(step.holds(name, probe.n))) for name in step.CASES}
@@ -119,6 +121,8 @@ def expected(exercise: Exercise, probe: Probe) -> dict[str, Tensor]:
 
 def call(exercise: Exercise, function: Callable[..., Any], probe: Probe) -> dict[str, Tensor]:
     """Results by name, and the bytes that moved where the step counts them."""
+    if exercise.form in ("variant", "order"):
+        return variants.chosen(function, probe.name) if exercise.form == "variant" else variants.ordered(function)
     if exercise.form == "predict":
         return {name: torch.tensor(float(probe.n in lengths)) for name, lengths in function().items()}
     q, k, v, dout = (x.to(dtype_of(exercise)) for x in tensors(probe))
@@ -186,6 +190,10 @@ def dtype_of(exercise: Exercise) -> torch.dtype:
 def probes(exercise: Exercise) -> list[Probe]:
     if exercise.form == "predict":
         return [Probe("a prediction", n, 16) for n in exercise.step().SIZES]
+    if exercise.form == "order":
+        return [Probe("seven blocks of keys, three workers", variants.LENGTH, variants.D)]
+    if exercise.form == "variant":
+        return [Probe(name, n, variants.D) for name, (n, _) in variants.FEATURES.items()]
     if exercise.tile[0]:
         chosen = of_tiles(*exercise.tile, exercise.d)
         return [x for x in chosen if exercise.causal or (not x.causal and x.n % exercise.tile[0] == 0)]
@@ -262,5 +270,5 @@ def first_failure(exercise: Exercise, found: list[Results]) -> str:
             if exercise.form == "predict":
                 return f"{exercise.step().sentence(name, probe.n, bool(right))}: not as predicted"
             at = bad.nonzero()[0].tolist()
-            return f"{about}: {name}{at} is {float(x[tuple(at)]):.6g}, not {float(right[tuple(at)]):.6g}"
+            return f"{about}: {name}{at or ''} is {float(x[tuple(at)]):.6g}, not {float(right[tuple(at)]):.6g}"
     return ""

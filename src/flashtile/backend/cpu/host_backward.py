@@ -44,7 +44,7 @@ class GradientBuffers(NamedTuple):
     """The tensors that a backward kernel writes; `None` for a gradient that was not requested."""
 
     delta: Tensor
-    dq: Tensor | None = None  # [splits, ...], or that of the one split
+    dq: Tensor | None = None  # [splits, ...], or the result of the one split
     dk: Tensor | None = None  # rows padded to whole vectors
     dv: Tensor | None = None
     dbias: Tensor | None = None
@@ -52,7 +52,7 @@ class GradientBuffers(NamedTuple):
     dslopes: Tensor | None = None  # [splits, *lse.shape]
 
 
-UNINITIALIZED = ("delta", "dq", "dk", "dv")  # of dense calls: the kernel stores all elements. Others begin with zeros
+UNINITIALIZED = ("delta", "dq", "dk", "dv")  # dense calls: the kernel stores all elements. Others begin with zeros
 
 
 class BackwardStep(NamedTuple):
@@ -61,7 +61,7 @@ class BackwardStep(NamedTuple):
     launch: KernelLaunch
     needs: Needs
     captured: CapturedGradients
-    buffers: tuple[TensorSpec | None, ...]  # of `GradientBuffers`
+    buffers: tuple[TensorSpec | None, ...]  # as in `GradientBuffers`
 
     def new_buffers(self) -> GradientBuffers:
         """The buffers of a dense call, allocated again."""

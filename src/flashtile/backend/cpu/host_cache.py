@@ -1,4 +1,4 @@
-"""Host code of KV-cache calls: dense caches, of which each sequence has used as many keys as a tensor says."""
+"""Host code of KV-cache calls: dense caches, and a tensor with the number of keys of each sequence."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ class CacheRecording:
 
     def __init__(self, recording: Recording, call: CacheCall, table: Tensor):
         cache, launch = call.cache, recording.launch
-        self.recording, self.table = recording, table  # of pages, as the kernel reads it
+        self.recording, self.table = recording, table  # the page table, as the kernel reads it
         self.capacity, self.appended = cache.k_cache.shape[2], 0 if cache.k is None else cache.k.shape[2]
         width = cache.k_cache.shape[3] + cache.v_cache.shape[3]
         self.tiles = launch.lengths.tasks
@@ -47,7 +47,7 @@ class CacheRecording:
         self.launch = launch._replace(block=args.with_fields(launch.block, {"page_table": table.data_ptr()}))
 
     def __call__(self, inputs: Results) -> Results | None:
-        """`out` and `lse`; `None` if lengths are not those of a call that this can repeat."""
+        """`out` and `lse`; `None` with lengths that it cannot repeat a call for."""
         held: list[int] = inputs[PLACES["cache_seqlens"]].tolist()  # type: ignore[union-attr]
         longest = max(held) + self.appended
         if min(held) < 0 or longest > self.capacity:

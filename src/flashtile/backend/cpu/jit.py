@@ -5,8 +5,9 @@ the processor with its features, and LLVM's version. A process that finds the fi
 step of a first call. Files are written to a temporary name and moved into place, so concurrent processes do not see
 partial files; a truncated or damaged file fails its checksum and is replaced. Processes that need a kernel at the same
 time compile it once. Microkernels and other parts that kernels share are object files of their own; a kernel's file has
-those that it needs. If the directory cannot be written, every process compiles for itself, as where someone else could
-have written it (`user_files`).
+those that it needs. Where cores are free, threads compile parts, and the kernel of a training step's other pass. If the
+directory cannot be written, every process compiles for itself, as where someone else could have written it
+(`user_files`).
 """
 
 import contextlib
@@ -15,9 +16,10 @@ import gc
 import hashlib
 import itertools
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import llvmlite
 import numpy as np
@@ -25,8 +27,9 @@ from llvmlite import binding as llvm
 
 from ...locks import process_lock
 from .. import user_files
-from ..compiling import compiling
+from ..compiling import compiling, within
 from . import targets
+from .side_by_side import Threads, emit_object, free_threads
 from .targets import Processor, Target
 
 if TYPE_CHECKING:
@@ -34,9 +37,22 @@ if TYPE_CHECKING:
 
 CHECKSUM = hashlib.sha256().digest_size
 _LOCK = process_lock()  # around all that uses LLVM
-FOLDER = "cpu"  # of object files, in the user's cache
+FOLDER = "cpu"  # object files, in the user's cache
 _LOADED: list[Any] = []  # engines, which own the machine code
-_PARTS: dict[tuple[str, Target], list[bytes]] = {}
+
+
+class KernelSource(NamedTuple):
+    """A kernel by all that its code depends on, and its IR."""
+
+    name: str
+    variant: Any
+    target: Target
+    source: "Callable[[], Source]"
+
+
+_PARTS: dict[tuple[str, Target], Future[list[bytes]]] = {}  # which one thread makes, and others wait for
+_AHEAD: dict[tuple[str, Any, Target], list[bytes]] = {}  # object files of kernels that no call has needed yet
+_active: list[Threads] = []  # of compilations; a signal handler may compile inside of another one
 
 
 def hash_sources(package: Any) -> str:
@@ -57,39 +73,78 @@ def source_files(folder: Any) -> Iterator[Any]:
 
 
 PACKAGE = resources.files("flashtile.backend.cpu")
-SOURCES_HASH = hash_sources(PACKAGE)  # of the imported version
+SOURCES_HASH = hash_sources(PACKAGE)  # the imported version's
 
 
-def function_address(name: str, variant: Any, target: Target, source: "Callable[[], Source]") -> int:
-    """Load the kernel `name` of a variant, or compile the IR that `source` generates, and return its address."""
+def function_address(
+    name: str,
+    variant: Any,
+    target: Target,
+    source: "Callable[[], Source]",
+    others: Callable[[], Iterable[KernelSource]] = tuple,
+) -> int:
+    """Load the kernel `name` of a variant, or compile the IR that `source` generates, and return its address. Where it
+    has to be compiled and cores are free, so are `others`, at the same time.
+    """
+    kernel = KernelSource(name, variant, target, source)
     with _LOCK:
-        machine = target_machine(targets.processor(target.width))
-        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-        for code in kernel_objects((name, variant), target, machine, source):
+        initialize()
+        codes = _AHEAD.pop(kernel[:3], None)
+        if codes is None:
+            with Threads(0 if _active else free_threads()) as threads:
+                _active.append(threads)
+                try:
+                    codes = kernel_objects(kernel, threads, others if threads.pool else tuple)
+                finally:
+                    _active.pop()
+        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine_for(target))
+        for code in codes:
             engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
         _LOADED.append(engine)
         return engine.get_function_address(name)
 
 
-def kernel_objects(key: Any, target: Target, machine: Any, source: "Callable[[], Source]") -> list[bytes]:
+def kernel_objects(
+    kernel: KernelSource, threads: Threads, others: Callable[[], Iterable[KernelSource]] = tuple
+) -> list[bytes]:
     """The object files of a kernel and of its parts, from one file of the cache; they are made where there is none."""
+    name, variant, target, source = kernel
 
     def make() -> bytes:
-        with collector_paused():
-            made = source()
-        of_parts = [part_objects(name, target, machine, of_part) for name, of_part in made.parts.items()]
-        parts = dict.fromkeys(itertools.chain.from_iterable(of_parts))  # each once
-        return joined([compile_object(made.text, machine), *parts])
+        begun = {other[:3]: threads.begin(kernel_objects, other, threads) for other in others()}
+        code = made(source, target, threads)
+        _AHEAD.update({key: ready() for key, ready in begun.items()})
+        return code
 
-    return split(found_or_made(key, target, make))
+    return split(found_or_made((name, variant), target, make))
 
 
-def part_objects(name: str, target: Target, machine: Any, source: "Callable[[], Source]") -> list[bytes]:
-    """The same for a part, which other kernels of this process and of others have, too."""
-    if (name, target) not in _PARTS:
-        _PARTS[name, target] = kernel_objects(name, target, machine, source)
-    return _PARTS[name, target]
+def made(source: "Callable[[], Source]", target: Target, threads: Threads) -> bytes:
+    """The object files of a module and of its parts."""
+    with collector_paused():
+        module = source()
+    begun = [threads.begin(part_objects, name, target, of_part, threads) for name, of_part in module.parts.items()]
+    code = compile_object(module.text, machine_for(target))
+    parts = dict.fromkeys(itertools.chain.from_iterable(ready() for ready in begun))  # each once
+    return joined([code, *parts])
+
+
+def part_objects(name: str, target: Target, source: "Callable[[], Source]", threads: Threads) -> list[bytes]:
+    """The object files of a part, which other kernels of this process and of others have, too."""
+    mine: Future[list[bytes]] = Future()
+    part = _PARTS.setdefault((name, target), mine)
+    if part is not mine and (part.done() or threads.pool is not None):
+        return part.result()
+    try:  # a signal handler waits for nobody: others may wait for what it has interrupted
+        with within():
+            codes = split(found_or_made(name, target, lambda: made(source, target, threads)))
+    except BaseException as error:
+        _PARTS.pop((name, target), None)
+        mine.set_exception(error)
+        raise
+    mine.set_result(codes)
+    return codes
 
 
 def found_or_made(key: Any, target: Target, make: Callable[[], bytes]) -> bytes:
@@ -133,6 +188,11 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+def machine_for(target: Target) -> Any:
+    """The compiler of a target's code, for one thread."""
+    return target_machine(targets.processor(target.width))
+
+
 def target_machine(processor: Processor) -> Any:
     """LLVM's compiler of code that this process runs."""
     initialize()
@@ -151,7 +211,7 @@ def compile_object(source: str, machine: Any) -> bytes:
     """Compile to an object file with three passes. The generators emit vectors and unrolled loops themselves, so LLVM's
     default pipeline would take ten times as long for code of the same speed.
     """
-    module = llvm.parse_assembly(source)
+    module = llvm.parse_assembly(source, llvm.create_context())
     module.triple = machine.triple
     module.verify()
     passes = llvm.create_new_module_pass_manager()
@@ -159,7 +219,7 @@ def compile_object(source: str, machine: Any) -> bytes:
     passes.add_instruction_combine_pass()
     passes.add_simplify_cfg_pass()
     passes.run(module, llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options()))
-    return machine.emit_object(module)
+    return emit_object(machine, module)
 
 
 def read_object(file: str) -> bytes | None:

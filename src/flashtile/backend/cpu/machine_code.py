@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..compiling import expected
 from . import archive
 from .targets import Target
 from .variant import BACKWARD, FORWARD, TABLE, TANGENTS
@@ -53,7 +54,13 @@ def loaded(name: str, variant: Any, target: Target) -> int:
     if address is None:
         from . import jit
 
-        address = jit.function_address(name, variant, target, lambda: source_of(name, variant, target))
+        def others() -> Iterator[jit.KernelSource]:
+            for kernel in expected():
+                if archive.find(*kernel) is None:
+                    yield jit.KernelSource(*kernel, source=functools.partial(source_of, *kernel))
+
+        source = functools.partial(source_of, name, variant, target)
+        address = jit.function_address(name, variant, target, source, others)
     return address
 
 

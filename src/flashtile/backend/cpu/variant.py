@@ -17,18 +17,18 @@ LOG2E = math.log2(math.e)
 class Variant(NamedTuple):
     """The properties of a call that machine code depends on; all others are runtime arguments."""
 
-    dtype: str  # of q, k, v and out, such as "float32"
+    dtype: str  # q, k, v and out have it; such as "float32"
     vectors: int  # width of a panel of query rows
     softcap: bool = False
     bias: str | None = None  # dtype of the bias
     head_terms: tuple[str, ...] = ()  # symbols of score terms with a value for each head
     mask: bool = False
-    formula: Formula | None = None  # of the score_mod
-    mask_mod: Formula | None = None  # of the mask function
+    formula: Formula | None = None  # the score_mod's
+    mask_mod: Formula | None = None  # the mask function's
     wide: bool = False  # whether offsets in its tensors need 64 bits
     dropout: bool = False
     chunk: bool = False  # chunks of positions that see only themselves
-    loads: tuple[Load, ...] = ()  # of the formula's tensors that have a gradient; backward only
+    loads: tuple[Load, ...] = ()  # from the formula's tensors that have a gradient; backward only
     bias_gradient: bool = False
     slope_gradient: bool = False
     row_values: bool = False  # whether lanes of products with V, and with K in backward, run over features
@@ -103,7 +103,7 @@ class Variant(NamedTuple):
 
     @property
     def score_unit(self) -> float:
-        """The factor that converts natural units to those of scores."""
+        """The factor that converts natural units to the units of scores."""
         return 1.0 if self.natural_units else LOG2E
 
 
@@ -119,7 +119,7 @@ class TaskSplit(NamedTuple):
     """The tasks of a backward pass. Each owns the gradients of its keys, and every element of dbias that it adds to."""
 
     tasks: int
-    splits: int  # of the keys
+    splits: int  # parts of the keys
     share_b: int  # 1 if one task goes through all sequences
     share_h: int
 

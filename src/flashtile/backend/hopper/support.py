@@ -199,9 +199,8 @@ def candidates(problem: Problem, device: Device, needs: Needs | None) -> list[Ca
 
     ways: list[tuple[TileConfig, int, Cost]] = []
     if needs is None:
-        for config in candidates.forward(problem, device):
-            splits = 1 if config.kind == "float32" else config.splits
-            ways.append((TileConfig(config.unsplit, None), splits, cost.forward(problem, device, config, splits)))
+        for config, splits in candidates.forward(problem, device):
+            ways.append((TileConfig(config, None), splits, cost.forward(problem, device, config, splits)))
     else:
         for backward in candidates.backward(problem, device):
             ways.append((TileConfig(None, backward), 1, cost.backward(problem, device, backward)))

@@ -167,10 +167,6 @@ class ForwardConfig(Constexpr):
         """The part that a kernel is compiled for: numbers of splits and heads are arguments."""
         return replace(self, splits=1, last_splits=1, heads_at_once=1)
 
-    @property
-    def unsplit(self) -> "ForwardConfig":
-        return replace(self, splits=1)
-
     def with_splits(self, splits: int) -> "ForwardConfig":
         """The same kernel with split keys."""
         return self if splits == 1 else replace(self.in_float32, splits=splits)
@@ -201,10 +197,6 @@ class Float32Forward(Constexpr):
     num_warpgroups: int = NUM_WARPGROUPS
     heads_at_once: int = 1
     kind: Literal["float32"] = "float32"
-
-    @property
-    def unsplit(self) -> "Float32Forward":
-        return self
 
     @property
     def compiled(self) -> "Float32Forward":
@@ -239,10 +231,6 @@ class LatentForward(Constexpr):
 
     @property
     def compiled(self) -> "LatentForward":
-        return replace(self, splits=1)
-
-    @property
-    def unsplit(self) -> "LatentForward":
         return replace(self, splits=1)
 
     def with_splits(self, splits: int) -> "LatentForward":
@@ -472,45 +460,6 @@ class DkdvConfig(Constexpr):
     def compiled(self) -> "DkdvConfig":
         """The part that a kernel is compiled for: numbers of splits and heads are arguments."""
         return replace(self, head_splits=1, heads_at_once=1)
-
-
-@dataclass(frozen=True)
-class VisibleBlocksConfig(Constexpr):
-    """Kernel that lists visible blocks: tiles of `block_m` rows, and `blocks` blocks of `block_n` keys at once."""
-
-    block_m: int
-    block_n: int
-    blocks: int
-    table: bool  # for lists of blocks of keys
-    row_parts: int = 1  # parts of a block that have states, of rows and of keys
-    key_parts: int = 1
-    summaries: int = 0  # numbers in memory that a mask function takes of a block of keys; 0: it reads positions
-    score_mod: Any = None
-
-    @property
-    def row_positions(self) -> int:
-        """Positions that stand for a tile's rows, a power of two: the last row again past them."""
-        return 1 << (self.block_m - 1).bit_length()
-
-
-@dataclass(frozen=True)
-class PairBitsConfig(Constexpr):
-    """Kernel for the bits of pairs in partly visible blocks: tiles of `lines` rows, and blocks of `columns` keys; or of
-    keys and rows.
-    """
-
-    lines: int
-    columns: int
-    of_keys: bool
-    score_mod: Any = None
-
-
-@dataclass(frozen=True)
-class DistanceTableConfig(Constexpr):
-    """Kernel for the table of a score_mod's term: `block` distances a program, one for each thread."""
-
-    block: int
-    score_mod: Any = None
 
 
 @dataclass(frozen=True)

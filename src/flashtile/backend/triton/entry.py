@@ -13,6 +13,7 @@ from ..replays import ForwardReplay, TangentsReplay, inputs_of
 from .launch import called
 from .launch.cache import appendable, attention_after, launch_append, launch_with_cache
 from .launch.forward import launch_forward
+from .tile_config import BlockedSecond
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
@@ -42,7 +43,10 @@ def record_tangents(plan: Plan, call: Call, tangents: Tangents) -> tuple[Any, tu
 def second(
     plan: Plan, call: Call, along: Tangents, needs: Needs, dout: Tensor | None, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Gradients]:
-    from .launch.second import launch_second  # not needed by other passes
+    if isinstance(plan.tile.second, BlockedSecond):  # neither is needed by other passes
+        from .launch.second_blocks import launch_second_blocks as launch_second
+    else:
+        from .launch.second import launch_second
 
     moving = [x for x in along.flat() if x is not None]
     inputs = (*call.inputs, *moving, dout, dlse)

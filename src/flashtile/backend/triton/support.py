@@ -114,8 +114,8 @@ def declines_second(problem: Problem, moves: Needs, needs: Needs) -> str | None:
     for named, what in ((moves, "directions"), (needs, "gradients")):
         if any((*named[3:-1], *named.score_mod_tensors)):
             return f"its second derivatives have {what} of q, k and v alone"
-    if problem.softcap or problem.score_mod is not None:
-        return "its second derivatives have no softcap and no score function"
+    if problem.score_mod is not None:
+        return "its second derivatives have no score function"
     if problem.layout == "paged":
         return "its second derivatives have no pages"
     return None

@@ -32,6 +32,22 @@ class FusedConfig(NamedTuple):
         return str(self.tile) + ("" if self.walk is None else f" over {self.walk}{shared}")
 
 
+class BlockedSecond(NamedTuple):
+    """The kernels of a second derivative whose weights of pairs are in memory, one range of heads and rows after
+    another: the tiles of weights, and of sums of some columns for rows and for keys. The weights of `unit` rows and
+    keys are all stored if any is.
+    """
+
+    weights: KernelConfig
+    rows: KernelConfig
+    keys: KernelConfig
+    columns: int
+    unit: int
+
+    def __str__(self) -> str:
+        return f"weights {self.weights}, {self.columns} columns of rows {self.rows} and of keys {self.keys}"
+
+
 class TileConfig(NamedTuple):
     """The kernels' configurations for one problem. Forward packs `pack_gqa` query heads of a group into one tile, and
     `fused` is one kernel for all gradients, where rows or keys are few; `one_loop` is one for dq, dk and dv of any
@@ -50,7 +66,7 @@ class TileConfig(NamedTuple):
     one_loop: KernelConfig | None = None
     given_splits: KernelConfig | None = None
     tangents: KernelConfig | None = None
-    second: tuple[KernelConfig, KernelConfig] | None = None
+    second: tuple[KernelConfig, KernelConfig] | BlockedSecond | None = None
     products: str | None = None
     products_backward: str | None = None
     part_keys: int = 0

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...dispatch.planner import backends
+from .ffpa import BACKENDS as FFPA_BACKENDS
+from .ffpa import Ffpa
 from .flash_attn_2 import FlashAttention2
 from .flash_attn_3 import FlashAttention3
 from .flash_attn_4 import FlashAttention4
@@ -23,7 +25,7 @@ def all_names() -> tuple[str, ...]:
     `flashtile:deterministic` is `auto` with `deterministic=True`.
     """
     own = ("flashtile", f"flashtile:{DETERMINISTIC}", *(f"flashtile:{status.name}" for status in backends()))
-    others = ("flex", "plain", "torch_varlen", "fa2", "fa3", "fa4", "onnx")
+    others = ("flex", "plain", "torch_varlen", "fa2", "fa3", "fa4", *(f"ffpa:{x}" for x in FFPA_BACKENDS), "onnx")
     return (*own, "sdpa", *(f"sdpa:{name}" for name in BACKENDS), *others)
 
 
@@ -42,6 +44,8 @@ def make(names: Sequence[str], fa3_library: Path | None = None) -> list[Provider
             made.append(Flashtile(backend))
         elif name == "sdpa" or (family == "sdpa" and backend in BACKENDS):
             made.append(Sdpa(backend))
+        elif family == "ffpa" and backend in FFPA_BACKENDS:
+            made.append(Ffpa(backend))
         elif name == "fa3":
             made.append(FlashAttention3(fa3_library))
         elif name in simple:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .eight_bit import quantized, scales, scales_of_tokens
+from .packed_rows import numbers, packed
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Cache:
 
     def __init__(self, given: dict[str, Any], dtype: torch.dtype, stored: torch.dtype) -> None:
         self.given, self.dtype, self.stored = given, dtype, stored
-        self.has_eight_bits = stored.itemsize == 1
+        self.has_eight_bits = stored.itemsize == 1 and stored != torch.uint8
         for name in ("k_descale", "v_descale"):
             if given.get(name) is not None:
                 given[name] = given[name].clone()
@@ -36,6 +37,10 @@ class Cache:
         starts = given.get("cu_seqlens_q")
         self.batch = len(given["q"]) if starts is None else len(starts) - 1
         self.k, self.v = (Rotated(x, torch.zeros_like(x), torch.zeros_like(x)) for x in self._slots())
+        self.rows: Tensor | None = None  # uint8 [slots, Hkv, 656]
+        if stored == torch.uint8:
+            rows = given["k_bytes"]
+            self.rows = (rows if self.paged else rows.transpose(1, 2)).flatten(0, 1).clone()
         q = tokens(given["q"])
         self.q = Rotated(q.clone(), torch.zeros_like(q), torch.zeros_like(q))
         for b in range(self.batch):
@@ -68,6 +73,11 @@ class Cache:
             first = length - len(new) if start is None else start
             self._put(self.k, keys[length - len(new) :], k, first + torch.arange(len(new)))
             self.v.value[keys[length - len(new) :]] = v
+            if self.rows is not None:
+                slots = keys[length - len(new) :]
+                self.rows[slots] = packed(self.k.value[slots])
+                self.k.value[slots] = numbers(self.rows[slots], self.dtype)
+                self.v.value[slots] = self.k.value[slots][..., : v.shape[-1]]
             if self.has_eight_bits:
                 self._quantize(b, keys[length - len(new) :])
 

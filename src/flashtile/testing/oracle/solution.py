@@ -26,6 +26,7 @@ from .eight_bit import (
     scales_of_rows,
 )
 from .forward import INF, forward, score_error
+from .packed_rows import numbers
 from .philox import keep_factors
 from .sequence import Sequence
 from .sums import Sums
@@ -78,6 +79,8 @@ class _Solution:
         self.case = case
         self.given: dict[str, Any] = {name: _exact(value) for name, value in case.arguments.items()}
         stored = case.arguments["k_cache" if "k_cache" in case.arguments else "k"]
+        if stored.dtype is torch.uint8:
+            self.given["k_bytes"], self.given["k_cache"] = self.given["k_cache"], numbers(stored, case.dtype)
         for name in ("k", "v", "k_cache", "v_cache") if has_eight_bits(stored) else ():
             if self.given.get(name) is not None:
                 self.given[name] = self.given[name].double()
@@ -182,6 +185,11 @@ class _Solution:
             zeros, ones = torch.zeros_like(reference), torch.ones_like(reference)
             exact = magnitude == 0
             if self.case.arguments[name] is None:  # columns of k_cache
+                continue
+            if self.cache.rows is not None:
+                reference = self.cache.in_cache_layout(self.cache.rows).double()
+                zeros = torch.zeros_like(reference)
+                results[name] = Expected(reference, torch.uint8, zeros, zeros, zeros, zeros, exact=zeros == 0)
                 continue
             dtype = self.case.arguments[name].dtype
             results[name] = Expected(reference, dtype, zeros, zeros, magnitude, loss=ones, exact=exact)

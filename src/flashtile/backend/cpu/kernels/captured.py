@@ -43,7 +43,7 @@ class Base(NamedTuple):
 
     address: Pointer
     inside: Value  # whether there is such an element
-    positions: list[Position]  # those of vectors
+    positions: list[Position]  # positions of vectors
 
 
 class Captured:
@@ -108,8 +108,8 @@ class Captured:
         return self.filled(tensor, self.gather(base.address, code.select(inside, offset, 0)), inside)
 
     def gather(self, base: Pointer, offset: Value) -> Value:
-        """The elements at a vector of offsets, all of which are readable. One that all lanes share is loaded once, and
-        neighbors as a vector.
+        """The elements at a vector of readable offsets. One that all lanes share is loaded once, and neighbors as a
+        vector.
         """
         code, kind = self.code, llvm.VectorType(base.kind, self.code.lanes)
         first, same, neighbors = pattern(offset)

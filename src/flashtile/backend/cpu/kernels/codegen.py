@@ -37,7 +37,7 @@ class Function(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A module's IR, and that of the parts whose functions it calls, by names that tell all that they depend on but the
+    """A module's IR, and the IR of parts whose functions it calls, by names that tell all that they depend on but the
     target. Other kernels have the same parts, so they are compiled apart, and generated only where they have to be.
     """
 
@@ -148,7 +148,7 @@ class Code:
         self.ir.call(function, [to.ir, read, locality, data])
 
     def masked_gather(self, addresses: Value, kind: llvm.Type) -> Value:
-        """Elements of type `kind` at a vector of addresses, all of which are readable."""
+        """Elements of type `kind` at a vector of readable addresses."""
         lanes, result = addresses.ir.type.count, llvm.VectorType(kind, addresses.ir.type.count)
         mask = llvm.VectorType(BIT, lanes)
         name = f"llvm.masked.gather.{suffix(result)}.v{lanes}p0"
@@ -190,7 +190,7 @@ class Code:
         return Value(self, self.ir.bitcast(x.ir, wanted))
 
     def shuffle(self, a: Value, b: Value, lanes: Sequence[int]) -> Value:
-        """A vector of chosen lanes of `a` and `b`; lanes of `b` are numbered after those of `a`."""
+        """A vector of chosen lanes of `a` and `b`; lanes of `b` are numbered behind the lanes of `a`."""
         mask = llvm.Constant(llvm.VectorType(INT, len(lanes)), list(lanes))
         return Value(self, self.ir.shuffle_vector(a.ir, b.ir, mask))
 

@@ -14,7 +14,7 @@ from .tiles import num_valid_rows
 
 
 def combine_splits(kernel: Kernel, panels: Value) -> None:
-    """Count a split whose partial results are stored, and merge those of all splits if it is the last."""
+    """Count a split whose partial results are stored, and merge the results of all splits if it is the last."""
     code, a, tile = kernel.code, kernel.a, kernel.task.tile
     counters = (a.pointer("counter", BYTE) + COUNTERS).cast(LONG)
     num_before = code.fetch_add(counters + tile, "acq_rel")

@@ -1,4 +1,4 @@
-"""The decode variant of the forward kernel, for few query rows: its time is that of reading K and V once.
+"""The decode variant of the forward kernel, for few query rows: it takes as long as reading K and V once.
 
 Lanes run over features, since the rows would fill only a few of them. Queries are not transposed, keys and values are
 converted from their own dtype in registers, and each vector that is read serves all rows. Where nothing changes the
@@ -48,7 +48,7 @@ def over_keys(code: Code, x: Value, rows: int, combine: Callable[[Value, Value],
 def emit_scores(code: Code, dtype: str) -> None:
     """`decode_scores_R(k, stride, count, q, depth, s, pitch)`: `s[j, r] = sum_d k[j, d] q[r, d]` for R rows, as many
     keys at a time as fill a vector of scores. Past the end it repeats the last key. `pitch`, the distance between keys
-    in `s`, is that of a panel, or R: packed scores are stored as whole vectors.
+    in `s`, is a panel's, or R: packed scores are stored as whole vectors.
     """
     for rows in row_group_sizes(code):
         for args in code.part_function(f"decode_scores_{rows}", ADDRESS, LONG, LONG, ADDRESS, LONG, ADDRESS, LONG):
@@ -108,8 +108,8 @@ class DecodeKernel(RowValuesKernel):
         return load_keys(self.code, self.a, self.variant, self.task, side, first, last, getattr(self.w, side), dtype)
 
     def process_block(self, p: Value, first: Value, count: Value, kind: BlockKind, k: KeyBlock, v: KeyBlock) -> None:
-        """Process a block. Where nothing changes its scores, those of a few rows are packed: one row fills all lanes,
-        which makes its softmax as many times shorter.
+        """Process a block. Scores of a few rows are packed where nothing changes them: one row fills all lanes, which
+        makes its softmax as many times shorter.
         """
         code, variant = self.code, self.variant
         if variant.has_features or variant.dropout:

@@ -21,6 +21,6 @@ def source(variant: TableVariant, target: Target) -> Source:
         program = staged(variant.term.program)
         with code.loop(0, heads) as h, code.loop(0, width, code.lanes) as n:
             row = {"h": code.splat(code.convert(h, INT)), "q_idx": code.convert(n, INT) + code.lane_indices()}
-            (x,) = StagedCode(program, emitter, row).at_key(code.convert(reach, INT), code.full())  # of no score
+            (x,) = StagedCode(program, emitter, row).at_key(code.convert(reach, INT), code.full())  # reads no score
             table.store(code.splat(x), h * width + n)
     return code.source()

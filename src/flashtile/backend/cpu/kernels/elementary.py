@@ -25,8 +25,8 @@ class FloatFormat:
         double = code.real_type is DOUBLE
         self.mantissa = 52 if double else 23
         self.bias = 1023 if double else 127
-        self.degree = 11 if double else 5  # of exp2's polynomial
-        self.terms = 11 if double else 5  # of the logarithm's series
+        self.degree = 11 if double else 5  # exp2's polynomial
+        self.terms = 11 if double else 5  # terms of the logarithm's series
         # Adding this rounds to an integer and leaves it in the low bits of the mantissa; `rounding` adds the bias too.
         self.to_integer = 1.5 * 2.0**self.mantissa
         self.rounding = self.to_integer + self.bias

@@ -23,7 +23,7 @@ from .stages import StagedCode, staged
 from .tiles import Task, load_transposed, num_valid_rows, rows_in_use
 
 COUNTER_STRIDE = 64  # bytes between the counters of tasks and of threads: a cache line each, since all threads add
-COUNTERS = 2 * COUNTER_STRIDE  # where those of the splits that each tile has finished begin
+COUNTERS = 2 * COUNTER_STRIDE  # where the counts of each tile's finished splits begin
 
 
 def thread_workspace(code: Code, a: Arguments) -> Pointer:
@@ -57,7 +57,7 @@ class Kernel:
 
     SIZES: tuple[str, ...]  # arguments that the sizes of buffers depend on
     SHARED: tuple[str, ...]  # methods that depend on `variant.without_features` alone
-    suffix: tuple[str, ...] = ()  # of the names of functions
+    suffix: tuple[str, ...] = ()  # behind the names of functions
 
     def __init__(self, code: Code, variant: Variant, panel: Panel, block: Value, base: Pointer):
         self.code, self.variant, self.panel, self.block, self.base = code, variant, panel, block, base
@@ -122,7 +122,7 @@ class Kernel:
 
     def load_mask_and_bias(self, p: Value, first: Value, count: Value, state: Value) -> Value:
         """Load the block's mask, bias and tangent of the bias, transposed, into the workspace, as far as needed.
-        `state` is that of the block by the mask function; return that by the bool mask, too.
+        `state` is the block's by the mask function; return its state by the bool mask, too.
         """
         code, a, w, panel, variant = self.code, self.a, self.w, self.panel, self.variant
         if variant.mask:
@@ -194,7 +194,7 @@ class Kernel:
 
     def score_tables(self, row: Value) -> ScoreTables:
         """The inputs of the score features, for a loop over keys that begins here; `row` is the first one of a vector,
-        among those of all panels.
+        counted over all panels.
         """
         variant, w = self.variant, self.w
         terms = {symbol: (getattr(w, symbol) + row).vector() for symbol in variant.head_terms}

@@ -127,7 +127,7 @@ def tile_product(
     pitch: Value,
 ) -> None:
     """`to [16 m, 16 n] = sum of a[i, k] b[k, j]` over `count` tiles `k`, for `m` by `n` tiles. The steps are bytes from
-    one tile of `a` to that of the next rows and to that of the next `k`, then those of `b`.
+    one tile of `a` to the tiles of the next rows and of the next `k`, then from one tile of `b`.
     """
     m, n = sizes
     tiles, places = matrix_tiles(code), list(itertools.product(range(m), range(n)))

@@ -20,7 +20,7 @@ FLOAT, DOUBLE, HALF, VOID, ADDRESS = (
 )
 SIZES = {BYTE: 1, SHORT: 2, HALF: 2, INT: 4, FLOAT: 4, LONG: 8, DOUBLE: 8, ADDRESS: 8}
 FLOATING = (FLOAT, DOUBLE, HALF)
-REAL_TYPES = {"float32": FLOAT, "float64": DOUBLE}  # of scores, sums and accumulators
+REAL_TYPES = {"float32": FLOAT, "float64": DOUBLE}  # types of scores, sums and accumulators
 
 
 def element_type(kind: llvm.Type) -> llvm.Type:

@@ -34,7 +34,7 @@ def joined(code: Code, low: Value, high: Value) -> Value:
 
 
 def copy_row(code: Code, source: Pointer, at: Value, count: Value, to: Pointer, step: Value | int) -> None:
-    """Copy a row of `count` elements to parts of 32, `step` elements apart, the last of which is filled with 0."""
+    """Copy a row of `count` elements to parts of 32, `step` elements apart; the last one is filled with 0."""
     full = count // TILE_DEPTH * TILE_DEPTH
     with code.loop(0, full, TILE_DEPTH) as d:
         (to + d // TILE_DEPTH * step).cast(INT).store(load_words(code, source, at + d))

@@ -79,7 +79,7 @@ def emit_scores(code: Code, widest: Panel, adds: bool = False) -> None:
             keys, scores = [k + stride * n for n in numbers], [s + n * panel.rows for n in numbers]
             total = [[code.variable(code.full()) for _ in range(panel.vectors)] for _ in range(rows)]
             with code.loop(0, depth, CACHE_LINE // SIZES[code.real_type]) as d:
-                for key in keys:  # of the next call
+                for key in keys:  # the next call's
                     code.prefetch(key + stride * rows + d)
             several = code.constant(1, BIT) if adds else depth > FEATURES_OF_A_SUM
             if not adds:

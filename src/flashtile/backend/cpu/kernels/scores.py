@@ -21,7 +21,7 @@ class ScoreTables(NamedTuple):
     """Inputs of the score features, for a vector of rows."""
 
     diagonal_key: Value | None
-    terms: dict[str, Value]  # of heads, by symbol
+    terms: dict[str, Value]  # values of heads, by symbol
     functions: StagedCode | None  # score_mod and mask function
 
 
@@ -40,7 +40,7 @@ class FinalScore(NamedTuple):
     tanh_s: Value | None  # tanh(s / softcap)
     formula: Sequence[Any]  # results of the score_mod
     visible: Value | None  # by the mask function
-    tangent: Value | None  # of the score
+    tangent: Value | None  # the score's
 
 
 def final_score(
@@ -84,7 +84,7 @@ def added(x: Value | None, y: Value | None) -> Value | None:
 
 
 def product_gradient(final: FinalScore, ds: Value) -> Value:
-    """The gradient of the products from that of the scores before the score_mod. dbias gets `ds`, dslopes
+    """The gradient of the products from the gradient of the scores before the score_mod. dbias gets `ds`, dslopes
     `-ds * distance`.
     """
     return ds if final.tanh_s is None else ds * (1.0 - final.tanh_s * final.tanh_s)

@@ -1,5 +1,5 @@
 """Formulas in a loop over keys. Each instruction has a stage, by the inputs that it depends on: instructions of rows
-alone are emitted before the loop, those of keys alone once for a vector of rows.
+alone are emitted before the loop, instructions of keys alone once for a vector of rows.
 """
 
 from typing import Any, NamedTuple
@@ -74,7 +74,7 @@ class StagedCode:
         return [values[n] for n in self.program.outputs]
 
     def emit(self, stage: int, values: dict[int, Any], inputs: dict[str, Value]) -> dict[int, Any]:
-        """The values of a stage, with those of earlier stages."""
+        """The values of a stage and of earlier stages."""
         values, instructions = dict(values), self.program.instructions
         self.emitter.inputs |= inputs
         for n, x in enumerate(instructions):

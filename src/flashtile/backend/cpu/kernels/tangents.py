@@ -3,7 +3,7 @@
 With p the probabilities and ds the tangents of the scores,
 
     dlse = sum p ds                          kept as `dl = sum exp(s - m) ds`, a sum of its row as l is
-    dout = sum p (dv + ds v) - dlse out      its sum in accumulators of their own, next to those of out
+    dout = sum p (dv + ds v) - dlse out      its sum in accumulators of their own, next to out's
 
 so each block has up to four products more than forward's two: `k dq + dk q` is added up before the softmax,
 `(p ds) v + p dv` after it. An input without a tangent has none. Dropout drops terms of dout's sum, but not of dlse; a
@@ -178,7 +178,7 @@ class TangentKernel(ForwardKernel):
         self.carry_output(p, w.dout, w.total_dout, last)
 
     def finish_rows(self, p: Value) -> None:
-        """As in forward; from now on `dl` is the tangent of the log-sum-exp, `dout` an accumulator of that of `out`."""
+        """As in forward; from now on `dl` is the log-sum-exp's tangent, `dout` an accumulator of `out`'s."""
         super().finish_rows(p)
         code, w = self.code, self.w
         with self.columns(p) as column:

@@ -1,4 +1,4 @@
-"""The forward kernel whose products are those of bfloat16 matrix tiles. Probabilities are rounded to bfloat16 for the
+"""The forward kernel with products of bfloat16 matrix tiles. Probabilities are rounded to bfloat16 for the
 product with V, as on GPUs; their sums are not. All between the products is inherited from `forward`.
 
 Scores and outputs have lanes of rows here too: `k q^T` and `v^T p` are products of tiles of keys or features by rows.

@@ -31,7 +31,7 @@ class TaskFields(NamedTuple):
     q_first: Value  # offset of the sequence's first query token
     k_first: Value
     diagonal: Value  # seqlen_k - seqlen_q, plus the call's shift
-    first_key: Value  # of this split, inclusive
+    first_key: Value  # this split's, inclusive
     last_key: Value  # inclusive
     tile: Value | None = None  # in forward: the number of the task without its split
 

@@ -3,6 +3,7 @@ the host: in one or two launches. The states of blocks of a mask that is a tenso
 torch operations make the lists of a function that reads an element for each pair.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,10 +21,10 @@ from ...gpu.pointers import Described
 from ...gpu.replay import Recorder
 from ...scalars import window_numbers
 from ..plan.listed import has_lists, has_pair_bits
-from ..tile_config import PairBitsConfig, VisibleBlocksConfig
+from ..tile_config import Constexpr
 from . import KERNELS
 from .formulas import NO_INPUTS, DeviceFunction, launch_with, summaries_function, visibility_function
-from .pair_bits import EntryQueue, broadcast_strides, pair_bits
+from .pair_bits import EntryQueue, PairBitsConfig, broadcast_strides, pair_bits
 from .semaphores import take_entry_queue_semaphore
 
 POSITIONS = 8192  # positions of keys that a program looks at together
@@ -38,6 +39,25 @@ MASK_STATES = Kernel(f"{KERNELS}.visible_blocks", "mask_states_kernel")
 KEY_SUMMARIES = Kernel(f"{KERNELS}.visible_blocks", "key_summaries_kernel")
 VISIBLE_BLOCKS = Kernel(f"{KERNELS}.visible_blocks", "visible_blocks_kernel")
 KEY_LISTS = Kernel(f"{KERNELS}.visible_blocks", "key_lists_kernel")
+
+
+@dataclass(frozen=True)
+class VisibleBlocksConfig(Constexpr):
+    """Kernel that lists visible blocks: tiles of `block_m` rows, and `blocks` blocks of `block_n` keys at once."""
+
+    block_m: int
+    block_n: int
+    blocks: int
+    table: bool  # for lists of blocks of keys
+    row_parts: int = 1  # parts of a block that have states, of rows and of keys
+    key_parts: int = 1
+    summaries: int = 0  # numbers in memory that a mask function takes of a block of keys; 0: it reads positions
+    score_mod: Any = None
+
+    @property
+    def row_positions(self) -> int:
+        """Positions that stand for a tile's rows, a power of two: the last row again past them."""
+        return 1 << (self.block_m - 1).bit_length()
 
 
 class Grid(NamedTuple):

@@ -1,5 +1,8 @@
 """The table of a score_mod's term of distances, which kernels read in place of computing it for each pair."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,11 +13,21 @@ from ....expression.tabulated import tabulated
 from ...gpu.captured import needs_wide_offsets
 from ...gpu.kernel import Kernel
 from ...gpu.replay import Recorder
-from ..tile_config import DistanceTableConfig
+from ..tile_config import Constexpr
 from . import KERNELS
 from .formulas import launch_with, pair_function
 
 DISTANCE_TABLE = Kernel(f"{KERNELS}.distance_table", "distance_table_kernel")
+
+
+@dataclass(frozen=True)
+class DistanceTableConfig(Constexpr):
+    """Kernel for the table of a score_mod's term: `block` distances a program, one for each thread."""
+
+    block: int
+    score_mod: Any = None
+
+
 CONFIG = DistanceTableConfig(block=128)
 
 

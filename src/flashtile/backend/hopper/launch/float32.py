@@ -1,5 +1,6 @@
 """The forward pass of float32, and rows in bfloat16 parts for the kernels of both passes."""
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,7 @@ from ...gpu.pointers import Described, Pointers
 from ...gpu.precision import allows_tf32
 from ...gpu.replay import Recorder, Results
 from ...scalars import score_units, strides, window_numbers
-from ..plan.float32_tables import PARTS, PARTS_IF_TF32, SplitRows
-from ..tile_config import ALIGN, MMA_M, OVERLAPPING, Float32Forward, HeadDim
+from ..tile_config import ALIGN, MMA_M, OVERLAPPING, Constexpr, Float32Forward, HeadDim
 from . import KERNELS
 from .descriptors import dense_descriptor, is_tma_aligned, ragged_descriptor, tma_aligned
 from .scheduler_args import query_group, scheduler_args
@@ -22,6 +22,16 @@ from .semaphores import tile_count_semaphore
 
 FORWARD = Kernel(f"{KERNELS}.float32.forward", "float32_forward_kernel")
 SPLIT = Kernel(f"{KERNELS}.float32.split_rows", "split_rows_kernel")
+PARTS, PARTS_IF_TF32 = 3, 2  # parts of a number; fewer where PyTorch allows TF32, which has 11 bits: two have 16
+
+
+@dataclass(frozen=True)
+class SplitRows(Constexpr):
+    """Kernel that splits `block_m` rows a program."""
+
+    head_dim: HeadDim
+    block_m: int = 32
+    align: int = ALIGN
 
 
 def launch_forward(recorder: Recorder, config: Float32Forward, call: Call) -> Results:

@@ -1,6 +1,7 @@
 """Bits of the pairs that a mask shows in partly visible blocks (`kernels.pair_bits`), made on the device."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from ...gpu.captured import needs_wide_offsets
 from ...gpu.kernel import Kernel
 from ...gpu.pointers import Described, Pointers
 from ...gpu.replay import Recorder
-from ..tile_config import MMA_M, PairBitsConfig
+from ..tile_config import MMA_M, Constexpr
 from . import KERNELS
 from .formulas import NO_INPUTS, launch_with, pair_function
 from .semaphores import return_entry_queue_semaphore
@@ -21,6 +22,18 @@ WORDS = 4  # words of a line and a block
 PROGRAMS_PER_CORE = 8
 PAIR_BITS = Kernel(f"{KERNELS}.pair_bits", "pair_bits_kernel")
 NO_STRIDES = dict.fromkeys(("stride_mask_b", "stride_mask_m", "stride_mask_n"))
+
+
+@dataclass(frozen=True)
+class PairBitsConfig(Constexpr):
+    """Kernel for the bits of pairs in partly visible blocks: tiles of `lines` rows, and blocks of `columns` keys; or of
+    keys and rows.
+    """
+
+    lines: int
+    columns: int
+    of_keys: bool
+    score_mod: Any = None
 
 
 class EntryQueue(NamedTuple):

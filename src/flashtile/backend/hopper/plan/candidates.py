@@ -25,9 +25,8 @@ from ..tile_config import (
     SplitBackwardConfig,
     TangentsConfig,
 )
-from . import float32_tables
 from .listed import expects_lists, is_padded
-from .tables import FORWARD, FUSED_BACKWARD, LATENT, SPLIT_BACKWARD, TANGENTS
+from .tables import FLOAT32, FORWARD, FUSED_BACKWARD, LATENT, SPLIT_BACKWARD, TANGENTS
 from .widths import ONE_BOX, SHARED_COLUMNS, is_latent, widths
 
 NEWEST_3WG = (3, 7)  # version of Triton; with later ones, three warpgroups spill at 80 and 96 features
@@ -40,15 +39,16 @@ L2_BYTES = (16 * 2**20, 40 * 2**20)  # that heads which take turns may take of t
 DQ_LENGTH = 256  # rows and keys from which warpgroups add dq to zeros
 
 
-def forward(problem: Problem, device: Device) -> Iterator[ForwardConfig | Float32Forward | LatentForward]:
+def forward(problem: Problem, device: Device) -> Iterator[tuple[ForwardConfig | Float32Forward | LatentForward, int]]:
+    """Configurations, and numbers of programs that share the keys of a tile."""
     if is_latent(problem):
         yield from latent(problem, device)
         return
     width = widths(problem)
     assert width is not None  # `support` declines others
     if problem.dtype is torch.float32:
-        config = float32_tables.CONFIGS[width[0]].forward
-        yield from (replace(config, heads_at_once=heads) for heads in forward_orders(problem, config))
+        config = FLOAT32[width[0]].forward
+        yield from ((replace(config, heads_at_once=heads), 1) for heads in forward_orders(problem, config))
         return
     warpgroups, configs = warpgroups_with_room(problem, device, width), FORWARD[width]
     if problem.batch_invariant:  # blocks of one size, in order: neither the rows of a tile nor its turn change a bit
@@ -61,21 +61,21 @@ def forward(problem: Problem, device: Device) -> Iterator[ForwardConfig | Float3
             yield from divided(replace(config, heads_at_once=heads), problem, device)
 
 
-def latent(problem: Problem, device: Device) -> Iterator[LatentForward]:
+def latent(problem: Problem, device: Device) -> Iterator[tuple[LatentForward, int]]:
     """The kernel of latent rows, with all splits of a few tiles."""
     assert problem.pages is not None  # `support` declines others
     batch, rows, keys = problem.counts
     config = replace(LATENT, page_size=problem.pages.size if problem.pages.several else None)
-    yield config
+    yield config, 1
     tiles = batch * -(-rows * problem.num_heads_q // config.block_m)
     if tiles < device.cores:
         for n in splits_that_fill(LATENT_SPLITS, tiles, device.cores, -(-keys // config.block_n)):
-            yield replace(config, splits=n)
+            yield config, n
 
 
-def divided(config: ForwardConfig, problem: Problem, device: Device) -> Iterator[ForwardConfig]:
+def divided(config: ForwardConfig, problem: Problem, device: Device) -> Iterator[tuple[ForwardConfig, int]]:
     """The configuration with its splits of keys: of all tiles where few, of those after whole waves, or none."""
-    yield config
+    yield config, 1
     batch, rows, keys = problem.counts
     if problem.layout == "varlen" or problem.batch_invariant:
         return
@@ -84,12 +84,12 @@ def divided(config: ForwardConfig, problem: Problem, device: Device) -> Iterator
     tiles, slots = blocks * heads, device.cores * config.programs_per_core
     if tiles < slots:
         for n in splits_that_fill(SPLITS, tiles, slots, -(-keys // config.block_n)):
-            yield replace(config, splits=n)
+            yield config, n
     left = tiles % device.cores
     if is_divisible(problem) and config.programs_per_core == 1 and tiles > device.cores and 0 < left <= blocks:
         splits = min(device.cores // left, -(-keys // config.block_n), SPLITS[-1])
         if splits > 1:
-            yield replace(config, last_splits=splits)
+            yield replace(config, last_splits=splits), 1
 
 
 def is_divisible(problem: Problem) -> bool:
@@ -170,7 +170,7 @@ def backward(problem: Problem, device: Device) -> Iterator[FusedBackwardConfig |
     float32 = problem.dtype is torch.float32
     if float32 or width in SPLIT_BACKWARD:
         plain = is_plain(problem) and not has_newer_compiler(device)
-        pairs = (float32_tables.CONFIGS[width[0]].backward,) if float32 else SPLIT_BACKWARD[width]
+        pairs = (FLOAT32[width[0]].backward,) if float32 else SPLIT_BACKWARD[width]
         for pair in pairs[: None if plain else 1]:
             dq = replace(pair.dq, heads_at_once=forward_orders(problem, pair.dq)[0])
             for dkdv in shared_heads(pair.dkdv, problem, device):

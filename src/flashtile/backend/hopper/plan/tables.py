@@ -5,6 +5,7 @@ from typing import NamedTuple
 from ..tile_config import (
     DkdvConfig,
     DqConfig,
+    Float32Forward,
     ForwardConfig,
     FusedBackwardConfig,
     HeadDim,
@@ -12,6 +13,7 @@ from ..tile_config import (
     LatentForward,
     SplitBackwardConfig,
     TangentsConfig,
+    TileConfig,
 )
 
 # Boxes of 64 columns are loaded faster than narrower ones, which leave room for more stages.
@@ -116,6 +118,23 @@ TANGENTS = {
     (192, 128): (TangentsConfig(D192, D128, 5),),
     (192, 192): (TangentsConfig(D192, D192, 5),),
     (256, 256): (TangentsConfig(D256, D256, 3, early_values=False),),
+}
+
+
+def float32(chunks: tuple[int, ...], forward: int, dq: int, warpgroups: int, dkdv: int) -> TileConfig:
+    """Stages of forward, of dq and of the kernel for dk and dv, 64 keys or rows each, and dq's warpgroups. Numbers have
+    three bfloat16 parts (`kernels.shared.parts`).
+    """
+    width = HeadDim(chunks, chunks[-1], parts=3)
+    of_dq = DqConfig(width, width, dq, num_warpgroups=warpgroups)
+    return TileConfig(Float32Forward(width, forward), SplitBackwardConfig(of_dq, DkdvConfig(width, width, dkdv)))
+
+
+FLOAT32 = {  # by width: 128 measured on an H100, the others derived from memory and registers
+    64: float32((64,), 4, 4, 1, 2),
+    80: float32((64, 16), 4, 3, 2, 2),
+    96: float32((64, 32), 4, 2, 2, 1),
+    128: float32((128,), 2, 2, 1, 1),
 }
 
 

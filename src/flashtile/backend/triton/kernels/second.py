@@ -9,6 +9,8 @@ With directions tq, tk, tv and cotangents dout, dlse, the product of tangents an
     ds = p (dp - delta)                          the gradient by its tangent
     dq = scale * sum (r k + ds tk),   dk = scale * sum (r q + ds tq),   dv = sum p (t - T) dout
 
+A softcap c, whose tanh is h and slope g = 1 - h^2, makes `g r - 2 h / c ds t` of r, and then `g ds` of ds.
+
 Products of directions that are absent are compiled away.
 """
 
@@ -152,11 +154,11 @@ def loop_over_keys(
             u = tl.where(keep, u * params.dropout.keep_scale, 0.0)
         p = probabilities(s.t, info.factor, tile.lse[:, None], residual_i, CONFIG.NATURAL)
         dp -= tile.delta[:, None]
-        r = p * (dp * (t - tlse_i) + u - product_i)
+        r, ds = by_product(p * (dp * (t - tlse_i) + u - product_i), p * dp, t, s, params)
         r = mask_fill(r, 0.0, bounds, params, info, tile.position, keys, keys_exist, MASKED, True)
         dq_i = add_product(dq_i, None, r, k_j, D, CONFIG)
         if along.tk.data is not None:
-            ds = mask_fill(p * dp, 0.0, bounds, params, info, tile.position, keys, keys_exist, MASKED, True)
+            ds = mask_fill(ds, 0.0, bounds, params, info, tile.position, keys, keys_exist, MASKED, True)
             dq_i = add_product(dq_i, None, ds, tk_j, D, CONFIG)
     return dq_i
 
@@ -289,14 +291,24 @@ def loop_over_rows(
             kept = tl.where(keep, p, 0.0)
             dp = tl.where(keep, dp * params.dropout.keep_scale, 0.0)
             u = tl.where(keep, u * params.dropout.keep_scale, 0.0)
-        t -= tlse_i[None, :]
         dp -= delta_i[None, :]
-        dv_j = add_product(dv_j, None, shown(kept * t, tile, position, params, info, MASKED), dout_i, DV, CONFIG)
-        r = p * (dp * t + u - product_i[None, :])
+        moved = t - tlse_i[None, :]
+        dv_j = add_product(dv_j, None, shown(kept * moved, tile, position, params, info, MASKED), dout_i, DV, CONFIG)
+        r, ds = by_product(p * (dp * moved + u - product_i[None, :]), p * dp, t, s, params)
         dk_j = add_product(dk_j, None, shown(r, tile, position, params, info, MASKED), q_i, D, CONFIG)
         if along.tq.data is not None:
-            dk_j = add_product(dk_j, None, shown(p * dp, tile, position, params, info, MASKED), tq_i, D, CONFIG)
+            dk_j = add_product(dk_j, None, shown(ds, tile, position, params, info, MASKED), tq_i, D, CONFIG)
     return dk_j, dv_j
+
+
+@triton.jit
+def by_product(r, ds, t, s, params):
+    """The gradients by `scale * <q, k>` and by its tangent, from those by the score and by its tangent `t`."""
+    if params.scores.softcap is not None:
+        slope = 1 - s.tanh * s.tanh
+        r = slope * r - (2 / params.scores.softcap) * s.tanh * ds * t
+        ds = slope * ds
+    return r, ds
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from ...gpu.chips import MMA_SYNC, memory_of
 from ...gpu.decoding import MAX_GROUP, MAX_ROWS, group_of, is_decoding, packed_rows
 from ...gpu.waves import splits_that_fill
 from ..constants import MAX_HEAD_DIM, TRANSPOSED_ROWS
-from ..tile_config import FusedConfig, KernelConfig, TileConfig, WidthConfigs
+from ..tile_config import BlockedSecond, FusedConfig, KernelConfig, TileConfig, WidthConfigs
 from . import latent, tables
 from .cost import fits, programs_of_core
 from .families import MIN_COPY_BYTES, has_most, has_pairs, has_room, misaligned, needs_room, reads_pairs, takes_mma
@@ -24,6 +24,8 @@ ALIGNED = 16  # bytes of one asynchronous copy
 BY_PYTORCH = {False: "PyTorch's", True: "PyTorch's, of bfloat16 parts"}  # float32's products
 LONG_OF_EIGHT_BITS = 4096  # keys from which a tile has twice as many (`benchmarks/eight_bit_caches.py --forms`)
 KEYS_TIMES_WIDTH, FEW = 8192, 16  # size of a tile that decodes; rows above which products take time too
+# Features above which a second derivative has the weights of pairs in memory, and KiB of shared memory for its sums.
+BLOCKED_ABOVE, BLOCKED_MEMORY = 128, 99
 WIDE_FLOAT32, WIDE_HALF = 128, 256  # head dimensions above which tiles are too small to be fast
 MOST_KEYS = 2**16  # keys of a row of products, which one program reads
 PAIRS_BYTES = 4096  # shared memory beside rows and probabilities, for a feature of few rows
@@ -92,6 +94,10 @@ def second(problem: Problem, device: Device) -> Iterator[TileConfig]:
     rows and for keys.
     """
     p = problem
+    if (blocked := blocked_second(p, device)) is not None:
+        row = row_of(p, device)
+        yield TileConfig(row.forward, row.dkdv, row.dq, second=blocked)
+        return
     if device.type == "cpu":
         pair = (tables.INTERPRETER.dq, tables.INTERPRETER.dkdv)
     elif p.dtype is torch.float32:
@@ -100,6 +106,18 @@ def second(problem: Problem, device: Device) -> Iterator[TileConfig]:
         pair = (second_tile(tables.SECOND_ROWS, "rows", p, device), second_tile(tables.SECOND_KEYS, "keys", p, device))
     for plain in tangent_tiles_of(p, device):
         yield plain._replace(second=pair)
+
+
+def blocked_second(problem: Problem, device: Device) -> BlockedSecond | None:
+    """The tiles of a wide dense problem whose weights of pairs are in memory; `None` of others, and of a softcap."""
+    p = problem
+    if width_of(p) <= BLOCKED_ABOVE or p.layout != "dense" or p.softcap:
+        return None
+    if device.type == "cpu":
+        return tables.BLOCKED_INTERPRETER
+    if memory_of(device) < BLOCKED_MEMORY:
+        return None
+    return tables.BLOCKED_SINGLE if p.dtype is torch.float32 else tables.BLOCKED_SECOND
 
 
 def second_tile(table: Table, side: str, problem: Problem, device: Device) -> KernelConfig:

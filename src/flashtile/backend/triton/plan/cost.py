@@ -11,7 +11,7 @@ from ...gpu.chips import MIN_SHARED_MEMORY, memory_of
 from ...gpu.cost import Cost, Counts, add_work, of_group, rows_bytes, shared, shown
 from ...gpu.waves import Head, Tile, busiest
 from ..constants import TRANSPOSED_ROWS
-from ..tile_config import FusedConfig, KernelConfig, TileConfig
+from ..tile_config import BlockedSecond, FusedConfig, KernelConfig, TileConfig
 from . import tables
 
 REGISTERS = 2**16  # registers of a core
@@ -149,10 +149,29 @@ SECOND_PRODUCTS = 21 / 6  # products of all kernels, beside those of forward wit
 
 def second(problem: Problem, device: Device, config: TileConfig, moves: Needs) -> Cost:
     """The work of forward with tangents, by the products of all three kernels: derived, not measured."""
+    if isinstance(config.second, BlockedSecond):
+        return blocked_second(problem, device, config)
     cost = tangents(problem, device, config, moves)
     counts = Counts()
     counts.update({name: SECOND_PRODUCTS * n for name, n in cost.counts.items()})
     return Cost(counts, {name: SECOND_PRODUCTS * n for name, n in cost.limits.items()})
+
+
+BLOCKED_SIDE = 128  # rows and keys whose pairs are all computed
+BLOCKED_PRODUCTS, WEIGHT_BYTES = 12, 17  # of all kernels; bytes of a pair's weights, for each byte of a number
+
+
+def blocked_second(problem: Problem, device: Device, config: TileConfig) -> Cost:
+    """Forward, and the products of visible pairs and their weights at the rates of PyTorch's: derived, not measured."""
+    p, (batch, rows, keys) = problem, problem.counts
+    head = waves.row_tiles(p.window, rows, keys, BLOCKED_SIDE, BLOCKED_SIDE)
+    pairs = batch * p.num_heads_q * head.total.steps * BLOCKED_SIDE**2
+    cost = forward(problem, device, config)
+    counts = Counts()
+    counts.update(cost.counts)
+    counts["products operation"] += pairs * BLOCKED_PRODUCTS * (p.head_dim + p.head_dim_v)
+    counts["products byte"] += pairs * WEIGHT_BYTES * p.dtype.itemsize
+    return Cost(counts, cost.limits)
 
 
 def listed(head: Head, problem: Problem) -> Head:

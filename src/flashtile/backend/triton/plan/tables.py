@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from ....call.problem import LONGEST
-from ..tile_config import KernelConfig, WidthConfigs
+from ..tile_config import BlockedSecond, KernelConfig, WidthConfigs
 
 
 class Walk(NamedTuple):
@@ -119,11 +119,21 @@ SECOND_KEYS = (
     (64, KernelConfig(64, 64, 4, 2)), (128, KernelConfig(32, 128, 8, 1)), (128, KernelConfig(64, 32, 4, 1)),
     (256, KernelConfig(32, 32, 4, 1)), (512, KernelConfig(16, 16, 4, 1)),
 )  # fmt: skip
+# Of wide heads: weights of pairs in memory, and their products (`launch.second_blocks`).
+# Chosen by ptxas, so that loops spill nothing in 16 bits.
+BLOCKED_SECOND = BlockedSecond(
+    KernelConfig(64, 64, 4, 2), KernelConfig(128, 64, 8, 3), KernelConfig(64, 128, 8, 3), columns=128, unit=128
+)
+BLOCKED_SINGLE = BlockedSecond(
+    KernelConfig(64, 32, 4, 1, precision="tf32x3"), KernelConfig(64, 32, 8, 2, precision="tf32x3"),
+    KernelConfig(32, 64, 8, 2, precision="tf32x3"), columns=64, unit=128,
+)  # fmt: skip
 SINGLE_SECOND = KernelConfig(16, 16, 4, 1, precision="tf32x3")
 TF32_DKDV = KernelConfig(64, 32, 4, 1, precision="tf32x3")  # for one product
 BIASED = WidthConfigs(  # calls of 16-bit numbers with a bias for each pair
     32, KernelConfig(64, 64, 4, 3), KernelConfig(32, 128, 4, 3), KernelConfig(128, 32, 4, 3)
 )
+BLOCKED_INTERPRETER = BlockedSecond(*(KernelConfig(16, 16, 4, 1),) * 3, columns=16, unit=32)
 INTERPRETER = WidthConfigs(512, *(KernelConfig(16, 16, 4, 1),) * 3)
 WALKS = (  # 16-bit inputs
     Walk("keys", 16, 64, 4, 3, width=64),
