@@ -82,7 +82,7 @@ def test_keys_of_8_bits_under_wider_queries() -> None:
 def test_caches(paged: bool) -> None:
     """Over a cache, with new keys in bfloat16 that are quantized, and without."""
     case = dense(of_q="tokens", of_keys="heads", causal=True)
-    given = {name: case.arguments[name] for name in ("q", *DESCALES)} | {"causal": True}
+    given: dict[str, Any] = {name: case.arguments[name] for name in ("q", *DESCALES)} | {"causal": True}
     k, v = (torch.cat((case.arguments[x].float(), torch.zeros(2, 2, 6, 32)), 2).to(E4M3) for x in "kv")
     if paged:
         k, v = (x.transpose(1, 2).reshape(-1, 8, 2, 32) for x in (k, v))
@@ -92,8 +92,8 @@ def test_caches(paged: bool) -> None:
     torch.testing.assert_close(out, expected, atol=0.01, rtol=0.01)
     new = {x: case.arguments[x][:, :, 30:].float() * case.arguments[f"{x}_descale"][:, None, None] for x in "kv"}
     for dtype in (torch.bfloat16, torch.float32):
-        caches = {"k_cache": k.clone(), "v_cache": v.clone()}
-        rounded = {x: y.to(dtype) for x, y in new.items()}
+        caches: dict[str, Any] = {"k_cache": k.clone(), "v_cache": v.clone()}
+        rounded: dict[str, Any] = {x: y.to(dtype) for x, y in new.items()}
         for _ in range(3):
             out = flashtile.attention_with_kvcache(**caches, **rounded, cache_seqlens=30, **given)
             torch.testing.assert_close(out, expected, atol=0.02, rtol=0.05)
@@ -105,7 +105,7 @@ def test_long_rows_of_ones() -> None:
     v = torch.ones(1, 1, 2**15, 64)
     v[:, :, 0] = 2.0
     k[:, :, 0] = q[:, :, 0] * 1.5  # most of the weight of the first row
-    stored = {name: x.to(E4M3) for name, x in (("q", q), ("k", k), ("v", v))}
+    stored: dict[str, Any] = {name: x.to(E4M3) for name, x in (("q", q), ("k", k), ("v", v))}
     out = flashtile.attention(**stored, out_dtype=torch.float32)
     wide = flashtile.attention(*(x.double() for x in stored.values()))
     torch.testing.assert_close(out.double(), wide, atol=1e-6, rtol=1e-6)
@@ -132,7 +132,7 @@ def test_exported() -> None:
     case = dense(of_q="tokens")
 
     class Model(torch.nn.Module):
-        def forward(self, given: dict[str, Tensor]) -> Tensor:
+        def forward(self, given: dict[str, Any]) -> Tensor:
             return flashtile.attention(**given, causal=True, out_dtype=torch.float16)
 
     given = {name: case.arguments[name] for name in ("q", "k", "v", *DESCALES)}
@@ -172,7 +172,12 @@ def test_flash_attn_3() -> None:
     expected, expected_lse = result(case, return_lse=True)
     assert torch.equal(out.transpose(1, 2), expected)
     assert torch.equal(lse, expected_lse)
-    ends = {"cu_seqlens_q": int32(0, 21, 42), "cu_seqlens_k": int32(0, 34, 68), "max_seqlen_q": 21, "max_seqlen_k": 34}
+    ends: dict[str, Any] = {
+        "cu_seqlens_q": int32(0, 21, 42),
+        "cu_seqlens_k": int32(0, 34, 68),
+        "max_seqlen_q": 21,
+        "max_seqlen_k": 34,
+    }
     rows = (x.flatten(0, 1) for x in (q, k, v))
     out = flash_attn_3.flash_attn_varlen_func(*rows, **ends, causal=True, **scales)
     torch.testing.assert_close(out.unflatten(0, (2, -1)).transpose(1, 2), expected)
@@ -206,7 +211,8 @@ def test_mistakes(name: str) -> None:
 
 def test_mistakes_of_wider_queries() -> None:
     q, k = torch.ones(2, 4, 3, 16), torch.ones(2, 2, 5, 16)
-    for changes in ({"q_descale": ONES}, {"k_descale": ONES}, {"out_dtype": torch.float32}):
+    mistakes: tuple[dict[str, Any], ...] = {"q_descale": ONES}, {"k_descale": ONES}, {"out_dtype": torch.float32}
+    for changes in mistakes:
         with pytest.raises(ArgumentError, match=f"`{next(iter(changes))}`"):
             flashtile.attention(q, k, k, **changes)
 
@@ -215,18 +221,20 @@ def test_scales_that_may_be_of_tokens_or_sequences() -> None:
     q, k = torch.ones(2, 2, 16).to(E4M3), torch.ones(2, 2, 16).to(E4M3)
     ends = int32(0, 1, 2)
     for name in ("q_descale", "k_descale"):
+        scales: dict[str, Any] = {name: torch.ones(2, 2)}
         with pytest.raises(ArgumentError, match=f"(?s)`{name}`.*tokens"):
-            flashtile.attention_varlen(q, k, k, ends, ends, **{name: torch.ones(2, 2)})
+            flashtile.attention_varlen(q, k, k, ends, ends, **scales)
 
 
 def test_new_keys_and_rotary_positions() -> None:
     case = dense()
-    given = {"q": case.arguments["q"], "k_cache": case.arguments["k"], "v_cache": case.arguments["v"]}
+    given: dict[str, Any] = {"q": case.arguments["q"], "k_cache": case.arguments["k"], "v_cache": case.arguments["v"]}
     new = torch.ones(2, 2, 1, 32)
-    for argument, changes in (
+    mistakes: tuple[tuple[str, dict[str, Any]], ...] = (
         ("k", {"k": new.to(E4M3), "v": new.to(E4M3)}),
         ("rotary_cos", {"rotary_cos": torch.ones(40, 8), "rotary_sin": torch.ones(40, 8)}),
-    ):
+    )
+    for argument, changes in mistakes:
         with pytest.raises(ArgumentError, match=f"`{argument}`"):
             flashtile.attention_with_kvcache(**given, cache_seqlens=30, **changes)
 

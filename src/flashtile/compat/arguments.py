@@ -50,7 +50,7 @@ def decline(example: str, **values: Any) -> None:
 
 def descales_of(
     example: str, q: Tensor, k: Tensor, q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None
-) -> dict[str, Tensor | None]:
+) -> dict[str, Any]:
     """Keywords of `flashtile.attention` for scales of tensors of 8 bits; those `[B, Hkv]` are of sequences, which no
     number of pages or tokens makes scales of these. Without any, none: this takes the least time.
     """

@@ -114,10 +114,8 @@ def row_scale_strides(call: Call) -> dict[str, int | None]:
     x = query_scales(t.q_descale, t.q, heads_kv, layouts.batch_of(call))
     assert x is not None
     b, h, m = (stride if n > 1 else 0 for n, stride in zip(x.shape, x.stride(), strict=True))
-    own = x.shape[1] == t.q.shape[1]
-    return {"stride_q_descale_b": b, "stride_q_descale_h": h * own, "stride_q_descale_g": h * (not own)} | {
-        "stride_q_descale_m": m
-    }
+    of_q, of_k = (h, 0) if x.shape[1] == t.q.shape[1] else (0, h)
+    return {f"stride_q_descale_{dim}": n for dim, n in zip("bhgm", (b, of_q, of_k, m), strict=True)}
 
 
 def strides(call: Call) -> dict[str, int | None]:
