@@ -86,7 +86,7 @@ def tensors(call: Call) -> None:
     ):
         if x.dim() != rank:
             fail_in_layout(name, x, f"{rank} dimensions, {shape}")
-        if name != "q" and eight_bit.is_eight_bit(t.k):
+        if name != "q" and t.k.dtype in eight_bit.FORMATS:
             if x.dtype != t.k.dtype:
                 fail(name, x, f"the dtype of k, {t.k.dtype}")
         elif x.dtype is eight_bit.QUERIES and name == "q":

@@ -13,7 +13,7 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 1
 DTYPES_IN_WORDS = ", ".join(str(dtype).removeprefix("torch.") for dtype in FORMATS)
 DESCALES = ("k_descale", "v_descale")
 QUERIES = torch.float8_e4m3fn  # the dtype of queries of 8 bits
-OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of their results
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of the result of such queries
 
 
 class EightBit(NamedTuple):
@@ -51,8 +51,8 @@ def shapes_in_words(*, paged: bool) -> str:
 
 
 def query_scales(x: Tensor, q: Tensor, heads_kv: int, batch: int) -> Tensor | None:
-    """A caller's scales of queries as a view `[B|1, Hkv or Hq, rows|1]`, whose rows are those of a sequence, or of all
-    packed tokens; `None` for a shape that is not accepted. A view of this form is its own.
+    """A caller's scales of queries as a view `[B|1, Hkv or Hq, rows|1]`; `None` for a shape that is not accepted. Rows
+    are a sequence's, or all packed tokens. A view of this form is its own.
     """
     packed, heads_q = q.dim() == 3, q.shape[1]
     rows = q.shape[0 if packed else 2]

@@ -11,7 +11,7 @@ from .case import Case
 from .draw import RECORDED, Draw
 
 PART = 0.15  # share of the problems with a cache or pages
-PART_WITHOUT = 0.05  # of the others
+PART_WITHOUT = 0.05  # share of the problems without
 QUERIES = torch.float8_e4m3fn
 OUT_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32)
 KINDS_OF_Q = ("none", "heads", "sequences", "tokens")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...call.call import Call, new_rows, row_stats_shape, split_row_stats
-from ...call.eight_bit import is_eight_bit
+from ...call.eight_bit import FORMATS
 from ...call.eight_bit_layouts import dequantized, in_pages
 from ...call.plan import Plan
 from ...call.problem import accumulation_dtype
@@ -35,9 +35,10 @@ def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
     """As `forward`, with the function that repeats it for calls of the same layout: `None` for packed calls with a
     mask function, whose blocks depend on the values of their lengths.
     """
-    if is_eight_bit(call.tensors.q):
-        return replay_dequantized(plan, call)
-    call = in_pages(call)
+    if call.tensors.k.dtype in FORMATS:
+        if call.tensors.q.dtype in FORMATS:
+            return replay_dequantized(plan, call)
+        call = in_pages(call)
     launch, tensors, results = launched_forward(plan, call)
     if call.layout == "dense":
         recording = recorded(call, launch, tensors, results)
@@ -79,7 +80,7 @@ def launched_forward(plan: Plan, call: Call) -> tuple[KernelLaunch, dict[str, Te
 
 
 def replay_forward(launch: KernelLaunch, call: Call) -> tuple[Tensor, Tensor]:
-    call = with_distance_table(in_pages(call))
+    call = with_distance_table(in_pages(call) if call.tensors.k.dtype in FORMATS else call)
     q, k, v = (rows_last(x) for x in call.tensors[:3])
     of_out, of_lse = launch.results
     out = of_out.new() if call.tensors.out is None else call.tensors.out

@@ -80,8 +80,8 @@ def candidates(problem: Problem, device: Device, needs: Needs | None) -> list[Ca
     """The ways to run a pass, the fastest first."""
     from ..gpu.cost import ranked  # not needed by `import flashtile`
     from ..gpu.rates import rates_of
+    from .eight_bit import problem_of_kernels
     from .plan import candidates, cost
-    from .plan.eight_bit import problem_of_kernels
 
     problem = problem_of_kernels(problem)
     if needs is None:

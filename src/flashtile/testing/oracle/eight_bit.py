@@ -87,8 +87,8 @@ def scales_of_rows(given: dict[str, Any], name: str, sequence: int, rows: Tensor
 
 
 # What GPUs lose with queries of 8 bits, beside what the contract allows of every dtype.
-WEIGHT = 2.0**-4  # of a weight that is rounded to 8 bits, relative to itself,
-LEAST_WEIGHT = 2.0**-11  # and of the smallest ones of a block, together, relative to the block's largest
+WEIGHT = 2.0**-4  # the error of a weight that is rounded to 8 bits, relative to itself
+LEAST_WEIGHT = 2.0**-11  # errors of the smallest weights of a block, together, relative to the block's largest
 SUM = 2.0**-13  # the last bit of a matrix unit's sum
 BLOCK = 128  # keys of a sum in a matrix unit
 

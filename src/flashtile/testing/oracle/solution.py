@@ -114,7 +114,7 @@ class _Solution:
         self.A = torch.zeros(out_shape[:2], dtype=torch.float64)
         self.sums = {"out": Sums.zeros(out_shape)}
         self.slack = torch.zeros(out_shape, dtype=torch.float64), torch.zeros(out_shape[:2], dtype=torch.float64)
-        self.lost = torch.zeros(out_shape, dtype=torch.float64)  # of small weights of 8 bits
+        self.lost = torch.zeros(out_shape, dtype=torch.float64)  # what small weights of 8 bits lose
         self.tangents: dict[str, Tensor] = {name: _exact(x) for name, x in case.tangents.items()}
         if columns is not None and "k" in self.tangents:
             self.tangents["v"] = self.tangents["k"][..., :columns]

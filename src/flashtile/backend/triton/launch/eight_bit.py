@@ -15,7 +15,7 @@ from ....call.problem import alignment
 from ...gpu.pointers import Described
 from ...gpu.replay import Recorder
 from ...scalars import rows_last
-from ..plan.eight_bit import of_queries
+from ..eight_bit import of_queries
 
 DIMENSIONS = "bpnh"  # dimensions of scales: sequences, pages, slots, heads
 NATIVE_E4M3 = 89  # the first compute capability with conversions of float8_e4m3fn

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from ....call.problem import Pages, Problem
+from ...call.problem import Pages, Problem
 
 
 def of_queries(*, v_by_key: bool) -> torch.dtype:
@@ -13,7 +13,7 @@ def of_queries(*, v_by_key: bool) -> torch.dtype:
 
 
 def problem_of_kernels(problem: Problem) -> Problem:
-    """The problem that is left of one with 8 bits once its tensors are those of `with_numbers`."""
+    """A problem with 8 bits as its kernels have it (`launch.eight_bit.with_numbers`)."""
     p = problem
     if p.eight_bit is None:
         return p
