@@ -99,6 +99,23 @@ def eight_bits() -> None:
         flashtile.attention_with_kvcache(q, k_cache, v_cache, k=k, v=v, k_descale=descale, v_descale=descale, **options)
 
 
+def queries_of_eight_bits() -> None:
+    """Dense and packed queries of 8 bits, one and several rows, with scales of heads and of tokens."""
+    for n, (dtype, width) in itertools.product((1, 5, 300), ((torch.float8_e4m3fn, 72), (torch.float8_e5m2, 128))):
+        q, k, v = (torch.randn(2, h, m, width, device="cuda") for h, m in ((8, n), (2, 333), (2, 333)))
+        q8, k8, v8 = q.to(torch.float8_e4m3fn), k.to(dtype), v.to(dtype)
+        of_heads = {f"{x}_descale": torch.ones(2, 2, device="cuda") for x in "qkv"}
+        of_tokens = {
+            f"{x}_descale": torch.ones(2, h, m, device="cuda")
+            for x, h, m in (("q", 8, n), ("k", 2, 333), ("v", 2, 333))
+        }
+        for scales in (of_heads, of_tokens):
+            flashtile.attention(q8, k8, v8, causal=True, **scales)
+        rows = [x.transpose(1, 2).flatten(0, 1) for x in (q8, k8, v8)]
+        ends = [torch.tensor([0, m, 2 * m], device="cuda", dtype=torch.int32) for m in (n, 333)]
+        flashtile.attention_varlen(*rows, *ends, max_seqlen_k=333, causal=True, **of_heads)
+
+
 def batch_invariant() -> None:
     """Decoding in parts, by caches and packed, with tiles of few and of more rows, and prefill."""
     for heads, d in ((8, 64), (32, 72)):
@@ -227,8 +244,8 @@ def twice(function: Callable[..., Any], inputs: list[Tensor]) -> None:
 GROUPS: dict[str, Callable[[], None]] = {
     x.__name__: x
     for x in (
-        widths, groups, features, pages, eight_bits, batch_invariant, latent_rows, few_rows, products, wide,
-        forward_mode, forward_mode_of_hopper, second_derivatives,
+        widths, groups, features, pages, eight_bits, queries_of_eight_bits, batch_invariant, latent_rows, few_rows,
+        products, wide, forward_mode, forward_mode_of_hopper, second_derivatives,
     )
 }  # fmt: skip
 

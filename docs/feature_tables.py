@@ -9,7 +9,7 @@ from cells import markdown
 
 from flashtile.call.call import DESCRIBED, DIFFERENTIABLE, FEATURES, Features, Needs
 from flashtile.call.device import Device
-from flashtile.call.eight_bit import EightBit
+from flashtile.call.eight_bit import QUERIES, EightBit
 from flashtile.call.problem import Pages, Problem
 from flashtile.call.window import Window
 from flashtile.dispatch.planner import AUTO, SUPPORT, declines_on_device, fastest
@@ -95,7 +95,11 @@ def features() -> Iterator[tuple[str, Row]]:
     yield "packed sequences", row(layout="varlen")
     yield "`seqused_q`", row(layout="varlen", seqused_q=True)
     yield "pages", row(**in_pages)
-    yield "keys and values of 8 bits", forward(eight_bit=EightBit("e4m3", True, True), **in_pages)
+    eight_bit = EightBit("e4m3", True, True)
+    yield "keys and values of 8 bits", forward(eight_bit=eight_bit)
+    yield "the same in pages", forward(eight_bit=eight_bit, **in_pages)
+    queries: dict[str, Any] = {"dtype": QUERIES, "out_dtype": torch.bfloat16}
+    yield "queries of 8 bits too", forward(eight_bit=eight_bit._replace(q_by_row=False), **queries)
 
 
 def backends() -> str:

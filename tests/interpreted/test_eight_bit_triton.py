@@ -14,7 +14,7 @@ from flashtile.backend.triton import support
 from flashtile.backend.triton.tile_config import KernelConfig
 from flashtile.dispatch import fast_path
 from flashtile.testing.case import CACHES, Case
-from flashtile.testing.eight_bit import FORMATS, with_eight_bits
+from flashtile.testing.eight_bit import FORMATS, with_eight_bits, with_queries
 from flashtile.testing.generate import random_case
 from flashtile.testing.oracle.eight_bit import magnitudes
 
@@ -68,3 +68,25 @@ def test_appended_numbers_are_those_of_torch(dtype: torch.dtype, kind: str) -> N
         flashtile.attention_with_kvcache(numbers[:, :, :1].nan_to_num(), **caches, **new, backend=backend)
         found.append(caches)
     assert all(same_bits(found[0][name].float(), found[1][name].float()) for name in CACHES)
+
+
+@pytest.mark.parametrize(
+    ("function", "of_q", "of_v"),
+    [
+        ("attention", "tokens", "tokens"),
+        ("attention_varlen", "sequences", "heads"),
+        ("attention_with_kvcache", "heads", "pages"),
+    ],
+)
+def test_queries_of_8_bits(function: str, of_q: str, of_v: str) -> None:
+    """Dense and packed keys, which the launch makes pages, and a cache."""
+    generator = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(2, h, n, 32, generator=generator).bfloat16() for h, n in ((2, 5), (1, 20), (1, 20)))
+    given: dict[str, Any] = {"q": q, "k": k, "v": v, "causal": True}
+    if function == "attention_varlen":
+        given |= {name: x.transpose(1, 2).flatten(0, 1) for name, x in (("q", q), ("k", k), ("v", v))}
+        given |= {f"cu_seqlens_{x}": torch.tensor([0, n, 2 * n]).int() for x, n in (("q", 5), ("k", 20))}
+    elif function == "attention_with_kvcache":
+        given = {"q": q[:, :, :1], "k_cache": k, "v_cache": v, "cache_seqlens": torch.tensor([20, 9]).int()}
+    case = with_eight_bits(Case(function, given), FORMATS[0], "tokens", of_v, generator)
+    assert_right(with_queries(case, of_q, None, generator), "triton")

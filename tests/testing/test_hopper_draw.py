@@ -62,7 +62,15 @@ def test_hopper_takes_half_of_the_problems(dtypes: tuple[torch.dtype, ...] | Non
     assert {case.function for case in run} == {case.function for case in cases}
     assert {case.dtype for case in cases} == set(dtypes or DTYPES)
     run_with, given = ({name for case in some for name in case.arguments} for some in (run, cases))
-    assert given - run_with == {"seqused_q", "leftpad_k", "attention_chunk", "k_descale", "v_descale"}
+    assert given - run_with == {
+        "seqused_q",
+        "leftpad_k",
+        "attention_chunk",
+        "q_descale",
+        "k_descale",
+        "v_descale",
+        "out_dtype",
+    }
     elsewhere = [random_case(seed, dtypes=dtypes, variation=variation) for seed in SEEDS]
     kept = sum(case.description == other.description for case, other in zip(cases, elsewhere, strict=True))
     assert kept > len(cases) / 4

@@ -4,6 +4,7 @@ from __future__ import annotations  # not evaluated at `import flashtile`
 
 from typing import Any, Literal, Unpack, overload
 
+import torch
 from torch import Tensor
 
 from ..call.advice import public, refuse
@@ -48,6 +49,9 @@ def attention(
     k: Tensor,
     v: Tensor | None,
     *more: Any,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     causal: Causal = False,
     window: WindowArgument = None,
     attention_chunk: int | None = None,
@@ -65,6 +69,7 @@ def attention(
     v_dim: int | None = None,
     deterministic: bool | None = None,
     batch_invariant: bool = False,
+    out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
     backend: str = "auto",
     **unknown: Any,
@@ -86,10 +91,15 @@ def attention(
         torch.Size([2, 8, 100])
 
     Args:
-        q: queries `[B, Hq, Sq, D]`; float16, bfloat16, float32 or float64; D from 1 to 1024. Any strides.
-        k: keys `[B, Hkv, Sk, D]`, of q's dtype and device. Hq is a multiple of Hkv; query head h reads key/value head
-            `h // (Hq // Hkv)`.
-        v: values `[B, Hkv, Sk, Dv]`; `None` with `v_dim`.
+        q: queries `[B, Hq, Sq, D]`; float16, bfloat16, float32, float64 or float8_e4m3fn; D from 1 to 1024; any
+            strides.
+        k: keys `[B, Hkv, Sk, D]`, of q's dtype and device, or of 8 bits: float8_e4m3fn, float8_e5m2 or int8, as those
+            of queries of 8 bits are. Hq is a multiple of Hkv; query head h reads key/value head `h // (Hq // Hkv)`.
+        v: values `[B, Hkv, Sk, Dv]`, of k's dtype; `None` with `v_dim`.
+        q_descale: float32, the scales of queries of 8 bits, which multiply them: `[Hkv]`, `[B, Hkv]` (of a group's
+            query heads, as FlashAttention-3's) or `[B, Hq, Sq]`; 1 if `None`. Calls with tensors of 8 bits have no
+            gradients, and with queries of 8 bits no dropout.
+        k_descale, v_descale: the same of keys and values of 8 bits: `[Hkv]`, `[B, Hkv]` or `[B, Hkv, Sk]`.
         causal: `True` hides keys `j > i + Sk - Sq` (the last query sees every key); `"top_left"` hides `j > i`.
         window: `(left, right)`: key j is visible iff `i + Sk - Sq - left <= j <= i + Sk - Sq + right`; `None` or -1
             is unlimited. With `causal`, both hold (Beltagy et al., "Longformer", section 3.1). Integers, of tokens;
@@ -127,13 +137,14 @@ def attention(
             `torch.are_deterministic_algorithms_enabled()`.
         batch_invariant: `True` makes the bits of a row of `out` and `lse` depend on its own sequence alone: not on the
             batch, the neighbors' lengths or, causal, where the sequence is cut (docs/contract.md, Batch invariance).
+        out_dtype: of queries of 8 bits, the result's: bfloat16 (if `None`), float16 or float32.
         out: a tensor for the result, of its shape, dtype and device; any strides. For calls without derivatives.
             Kernels write into it if its rows are aligned to 16 bytes and it shares storage with no input; else, and
             under `torch.compile`, the result is copied.
         backend: `"auto"` takes the fastest that accepts the call; a named one is never replaced by another.
 
     Returns:
-        `out [B, Hq, Sq, Dv]` in q's dtype, the tensor `out` if that was given; with `return_lse` also
+        `out [B, Hq, Sq, Dv]` in q's dtype or `out_dtype`, the tensor `out` if that was given; with `return_lse` also
         `lse [B, Hq, Sq]`, natural logarithm, in float32 (float64 for float64 inputs).
 
     Raises:
@@ -142,11 +153,14 @@ def attention(
     """
     if more or unknown:
         refuse("attention", more, unknown)
-    v, _, v_dim = values_of("attention", k, v, None, None, v_dim)
+    v, v_descale, v_dim = values_of("attention", k, v, k_descale, v_descale, v_dim)
     tensors = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    tensors |= {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     direct = None
-    if out is not None and (direct := direct_out("attention", out, q, v, (*tensors.values(), score_mod))) is not None:
-        tensors["out"] = direct
+    if out is not None:
+        direct = direct_out("attention", out, q, v, (*tensors.values(), score_mod), out_dtype)
+        if direct is not None:
+            tensors["out"] = direct
     call = normalize(
         "attention",
         tensors,
@@ -161,6 +175,7 @@ def attention(
         num_splits=num_splits,
         deterministic=deterministic,
         batch_invariant=batch_invariant,
+        out_dtype=out_dtype,
         backend=backend,
         v_dim=v_dim,
     )
@@ -214,6 +229,7 @@ def attention_varlen(
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     page_table: Tensor | None = None,
+    q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     qv: Tensor | None = None,
@@ -234,6 +250,7 @@ def attention_varlen(
     v_dim: int | None = None,
     deterministic: bool | None = None,
     batch_invariant: bool = False,
+    out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
     backend: str = "auto",
     **unknown: Any,
@@ -249,8 +266,8 @@ def attention_varlen(
         torch.Size([300, 8, 64])
 
     Args:
-        q: queries `[Tq, Hq, D]`: the sequences' tokens one after another; float16, bfloat16, float32 or float64. Rows
-            past `cu_seqlens_q[-1]` give 0.
+        q: queries `[Tq, Hq, D]`: the sequences' tokens one after another; dtypes as in `attention`. Rows past
+            `cu_seqlens_q[-1]` give 0.
         k: keys `[Tk, Hkv, D]`, of q's dtype or 8 bits; with `page_table`, pages `[num_pages, page_size, Hkv, D]`.
         v: values `[Tk, Hkv, Dv]`, or pages `[num_pages, page_size, Hkv, Dv]`; `None` with `v_dim`.
         cu_seqlens_q: int32 or int64 `[B + 1]`, offsets of the sequences in q, starting with 0 and never falling.
@@ -263,6 +280,7 @@ def attention_varlen(
         seqused_k: int32 or int64 `[B]`, keys of each sequence that exist; the rest are never read.
         page_table: int32 or int64 `[B, max_pages]`: keys `p * page_size` onwards of sequence b are page
             `page_table[b, p]` (Kwon et al., "PagedAttention", section 4.1).
+        q_descale: as in `attention`; `[Hkv]`, `[B, Hkv]` or `[Hq, Tq]`.
         k_descale, v_descale: float32, the scales of k and v in float8_e4m3fn, float8_e5m2 or int8, which multiply what
             is read: `[Hkv]`, `[B, Hkv]`, `[Hkv, Tk]`, or of pages `[num_pages, Hkv]` or `[num_pages, page_size, Hkv]`;
             1 if `None`. Such calls have no gradients.
@@ -274,7 +292,7 @@ def attention_varlen(
     The other arguments: as in `attention`.
 
     Returns:
-        `out [Tq, Hq, Dv]` in q's dtype, and with `return_lse` also `lse [Hq, Tq]` as `attention` returns it.
+        `out [Tq, Hq, Dv]` in q's dtype or `out_dtype`; with `return_lse` also `lse [Hq, Tq]`, as of `attention`.
 
     Raises:
         ArgumentError: an argument is not what it should be; one that the function does not have is also a `TypeError`.
@@ -291,10 +309,10 @@ def attention_varlen(
     tensors = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
     tensors |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     tensors |= {"seqused_q": seqused_q, "seqused_k": seqused_k, "page_table": page_table}
-    tensors |= {"k_descale": k_descale, "v_descale": v_descale}
+    tensors |= {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     direct = None
     if out is not None:
-        direct = direct_out("attention_varlen", out, q, v, (*tensors.values(), score_mod))
+        direct = direct_out("attention_varlen", out, q, v, (*tensors.values(), score_mod), out_dtype)
         if direct is not None and seqused_q is None:  # else kernels leave rows out
             tensors["out"] = direct
     call = normalize(
@@ -311,6 +329,7 @@ def attention_varlen(
         num_splits=num_splits,
         deterministic=deterministic,
         batch_invariant=batch_invariant,
+        out_dtype=out_dtype,
         backend=backend,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
@@ -356,6 +375,7 @@ def attention_with_kvcache(
     rotary_interleaved: bool = True,
     rotary_start: Lengths | None = None,
     rotary_q_fixed: bool = False,
+    q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     qv: Tensor | None = None,
@@ -376,6 +396,7 @@ def attention_with_kvcache(
     v_dim: int | None = None,
     deterministic: bool | None = None,
     batch_invariant: bool = False,
+    out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
     backend: str = "auto",
     **unknown: Any,
@@ -397,7 +418,8 @@ def attention_with_kvcache(
         True
 
     Args:
-        q: queries `[B, Hq, Sq, D]`, or packed `[Tq, Hq, D]` with `cu_seqlens_q`; float16, bfloat16, float32 or float64.
+        q: queries `[B, Hq, Sq, D]`, or packed `[Tq, Hq, D]` with `cu_seqlens_q`; dtypes as in `attention`. Those of 8
+            bits have caches of 8 bits, and new k and v in bfloat16, float16 or float32, and no rotary positions.
         k_cache: `[B_cache, Hkv, S_max, D]`, or with `page_table` pages `[num_pages, page_size, Hkv, D]`, of any page
             size (Kwon et al., "PagedAttention", section 4.1); any strides; q's device, and its dtype or float8_e4m3fn,
             float8_e5m2 or int8, in which new keys are quantized.
@@ -419,6 +441,7 @@ def attention_with_kvcache(
         rotary_start: int32 `[B]`, or an int for all: the position, for rotary alone, of each sequence's first query and
             of its first appended key. `None`: `Sk - Sq` and `cache_seqlens`.
         rotary_q_fixed: turn all queries of a sequence as its first one.
+        q_descale: as in `attention`; `[Hkv]`, `[B, Hkv]`, `[B, Hq, Sq]`, or packed `[Hq, Tq]`.
         k_descale, v_descale: float32, the scales of caches of 8 bits: `k = k_cache * k_descale`; 1 if `None`. One for
             each head, `[Hkv]` or `[B, Hkv]`, for each page and head, `[num_pages, Hkv]`, or for each token and head,
             `[B_cache, Hkv, S_max]` or `[num_pages, page_size, Hkv]`: these are computed for new tokens, and written in
@@ -462,11 +485,11 @@ def attention_with_kvcache(
     )  # fmt: skip
     rotary = rotary_of(rotary_interleaved, rotary_q_fixed)
     tensors = {"q": q, "k": k_cache, "v": values, "mask": mask, "bias": bias}
-    tensors |= {"alibi_slopes": alibi_slopes, "sinks": sinks, "cu_seqlens_q": cu_seqlens_q}
+    tensors |= {"alibi_slopes": alibi_slopes, "sinks": sinks, "cu_seqlens_q": cu_seqlens_q, "q_descale": q_descale}
     direct = None
     if out is not None:
         inputs = (*tensors.values(), *cache, score_mod)
-        direct = direct_out("attention_with_kvcache", out, q, values, inputs)
+        direct = direct_out("attention_with_kvcache", out, q, values, inputs, out_dtype)
         if direct is not None:
             tensors["out"] = direct
     call = normalize(
@@ -482,6 +505,7 @@ def attention_with_kvcache(
         dropout_seed=dropout_seed,
         deterministic=deterministic,
         batch_invariant=batch_invariant,
+        out_dtype=out_dtype,
         backend=backend,
         num_splits=num_splits,
         cache=cache,

@@ -165,16 +165,21 @@ def explain(
     problem = Problem.describe(call)
     chosen = plan(problem, q.device, call.settings.backend)
     needs = needs_of(call)
-    backward = backward_plan(problem, q.device, call.settings.backend, needs)
+    differentiable = problem.eight_bit is None
+    backward = backward_plan(problem, q.device, call.settings.backend, needs) if differentiable else None
     tile, backward_tile = tiles_in_words(call, chosen, backward, needs)
-    along = None if problem.batch_invariant else plan(problem, q.device, call.settings.backend, moves=QKV)
+    along = (
+        None
+        if problem.batch_invariant or not differentiable
+        else plan(problem, q.device, call.settings.backend, moves=QKV)
+    )
     pairs = pairs_of(call, problem)
     flops = forward_flops(pairs, problem.head_dim, problem.head_dim_v)
     separate = call.tensors._replace(v=None) if problem.latent else call.tensors  # its bytes are those of k
     inputs = sum(x.numel() * x.element_size() for x in separate.flat() if x is not None)
     rows = q.numel() // max(problem.head_dim, 1)
-    moved = least_bytes(inputs, rows, problem.head_dim_v, q.element_size())
-    rates = machine(q.device, q.dtype)
+    moved = least_bytes(inputs, rows, problem.head_dim_v, call.out_dtype.itemsize)
+    rates = machine(q.device, call.out_dtype)
     bound = roofline(flops, moved, rates)
     file = rates_file(q.device)
     return Explanation(
@@ -277,6 +282,7 @@ def described_call(
             "num_splits",
             "deterministic",
             "v_dim",
+            "out_dtype",
         )
     )
     defaults |= {"causal": False, "dropout_p": 0.0, "batch_invariant": False, "backend": "auto"}
@@ -295,7 +301,7 @@ def described_call(
         tensors["v"] = None
     keys, values, of_k, of_v = (tensors.get(name) for name in ("k", "v", "k_descale", "v_descale"))
     values, of_v, arguments["v_dim"] = values_of(function, keys, values, of_k, of_v, arguments["v_dim"])
-    tensors |= {"v": values} | ({} if cu_q is None else {"v_descale": of_v})
+    tensors |= {"v": values, "v_descale": of_v}
     return normalize(function, tensors, **arguments)
 
 

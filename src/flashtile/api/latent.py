@@ -31,6 +31,8 @@ def with_query_of_values(function: str, q: Any, k: Any, v: Any, qv: Any) -> Join
     for name, x in (("q", q), (names[0], k), (names[1], v), ("qv", qv)):
         if not isinstance(x, Tensor) or x.dim() == 0:
             raise ArgumentError(name, x, "a torch.Tensor, with qv", call_of(function, "qv=qv"))
+    if q.element_size() == 1:
+        raise ArgumentError("qv", qv, "None with queries of 8 bits, which have one scale", call_of(function, "qv=None"))
     if qv.shape != (*q.shape[:-1], v.shape[-1]) or qv.dtype != q.dtype or qv.device != q.device:
         accepted = f"the shape of q with the width of v, {[*q.shape[:-1], v.shape[-1]]}, of q's dtype and device"
         raise ArgumentError("qv", qv, accepted, call_of(function, "qv=qv"))

@@ -20,8 +20,7 @@ from ..expression import MaskMod, ScoreMod
 from ..expression.formula import PREFIX
 from ..expression.modifier import Modifier
 from .band import with_band
-from .packed_pages import with_packed_in_pages
-from .settings import as_int, settings_of
+from .settings import as_int, requested_dtype, settings_of
 
 REQUIRED = ("q", "k", "v", "cu_seqlens_q")
 OF_SCORES = tuple(name for name, feature in FEATURES.items() if feature.dtype == SCORES)
@@ -46,6 +45,7 @@ def normalize(
     num_splits: Any = None,
     v_dim: int | None = None,
     batch_invariant: Any = False,
+    out_dtype: Any = None,
     cache: CacheTensors | None = None,
     whole: bool = True,
 ) -> Call:
@@ -71,14 +71,14 @@ def normalize(
     reject_symbolic(function, tensors)
     q = tensors["q"]
     same_place(function, q, tensors)
-    if cache is None and tensors.get("cu_seqlens_q") is not None:
-        tensors = with_packed_in_pages(tensors, max_seqlen_k)
     # Caches are written in place, so they keep their dtype.
     tensors = in_autocast_dtype(tensors, REQUIRED[:3] if cache is None else REQUIRED[:1])
     tensors = in_score_dtype(tensors)
     settings = settings_of(function, q.shape[-1] if q.dim() > 0 else 1, *scalars)
     if v_dim is not None:
         settings = settings._replace(v_dim=v_dim)
+    if out_dtype is not None:
+        settings = settings._replace(out_dtype=requested_dtype(function, q, out_dtype))
     if not private_torch.known(settings.dropout_p == 0):
         seed = seed_of(function, dropout_seed, q.device)
         same_place(function, q, {"dropout_seed": seed})

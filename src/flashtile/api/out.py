@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call.eight_bit import OUT_DTYPES, is_eight_bit
 from ..call.overlap import overlaps_itself
 from ..call.written import is_frozen, mark_written
 from ..errors import ArgumentError, call_of
@@ -14,10 +15,12 @@ from ..expression import MaskMod, ScoreMod
 ALIGNMENT = 16  # bytes, of rows that every kernel can write
 
 
-def direct_out(function: str, out: Any, q: Any, v: Any, inputs: Iterable[Any]) -> Tensor | None:
+def direct_out(
+    function: str, out: Any, q: Any, v: Any, inputs: Iterable[Any], out_dtype: torch.dtype | None = None
+) -> Tensor | None:
     """Check `out`, and return it if kernels may write into it, `None` where the result is copied: under a compiler, if
     its rows are not aligned, or if it shares storage with an input. `inputs` are all tensors of the call, and its
-    functions of pairs.
+    functions of pairs. `out_dtype` is the requested one of queries of 8 bits.
 
     Raises:
         ArgumentError: its shape, dtype or device is not the result's, its elements share memory, or a derivative
@@ -36,7 +39,7 @@ def direct_out(function: str, out: Any, q: Any, v: Any, inputs: Iterable[Any]) -
     tensors += [x for modifier in inputs if isinstance(modifier, ScoreMod) for x in modifier.tensors]
     if torch.is_grad_enabled() and any(x.requires_grad for x in (out, *tensors)):
         fail("None where a tensor requires a gradient, which `out` would lose; or a call under torch.no_grad()")
-    shape, dtype = (*q.shape[:-1], v.shape[-1]), result_dtype(q)
+    shape, dtype = (*q.shape[:-1], v.shape[-1]), result_dtype(q, out_dtype)
     if out.shape != shape or out.dtype != dtype or out.device != q.device:
         fail(f"shape {list(shape)}, dtype {dtype}, on {q.device}")
     if torch.compiler.is_compiling():
@@ -72,8 +75,10 @@ def rows_aligned(out: Tensor) -> bool:
     return contiguous and all(stride * out.element_size() % ALIGNMENT == 0 for stride in steps)
 
 
-def result_dtype(q: Tensor) -> torch.dtype:
-    """The dtype of the result: q's, or autocast's in its place."""
+def result_dtype(q: Tensor, requested: torch.dtype | None) -> torch.dtype:
+    """The dtype of the result: q's, or autocast's in its place; of queries of 8 bits, the requested one."""
+    if is_eight_bit(q):
+        return OUT_DTYPES[0] if requested is None else requested
     kind = q.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind) or q.dtype is torch.float64:
         return q.dtype

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..call.cache_tensors import RotarySettings
 from ..call.call import Settings
+from ..call.eight_bit import OUT_DTYPES, QUERIES
 from ..call.memory import address
 from ..call.numbers import ACCEPTED, LARGEST_INT, Accepted, chunk_within_bounds, unless_zero, within_bounds
 from ..call.window import ExactWindow, Window
@@ -144,6 +145,17 @@ def flag(function: str, argument: str, value: Any, accepted: str) -> bool:
     if not isinstance(value, bool):
         raise ArgumentError(argument, value, accepted, call_of(function, f"{argument}=True"))
     return value
+
+
+def requested_dtype(function: str, q: Tensor, value: Any) -> str | None:
+    """The name of the result's dtype, of queries of 8 bits; `None` for bfloat16, which is theirs."""
+    names = [str(dtype).removeprefix("torch.") for dtype in OUT_DTYPES]
+    accepted = f"torch.{', torch.'.join(names)} or None"
+    if q.dtype is not QUERIES:
+        accepted = f"None for queries of {q.dtype}, whose result has their dtype; out.to(dtype) of it"
+    if q.dtype is not QUERIES or value not in OUT_DTYPES:
+        raise ArgumentError("out_dtype", value, accepted, call_of(function, "out_dtype=torch.float16"))
+    return None if value is OUT_DTYPES[0] else names[OUT_DTYPES.index(value)]
 
 
 def backend_name(function: str, value: Any) -> str:

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Literal, Required, TypedDict, TypeVar
 
+import torch
 from torch import Tensor
 
 from ..block_mask import FlexBlockMask
@@ -48,6 +49,10 @@ class Keywords(SharedKeywords, total=False):
     num_splits: int | None
     v_dim: int | None
     batch_invariant: bool
+    q_descale: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
+    out_dtype: torch.dtype | None
     out: Tensor | None
 
 
@@ -65,8 +70,6 @@ class VarlenKeywords(Keywords, total=False):
     seqused_q: Tensor | None
     seqused_k: Tensor | None
     page_table: Tensor | None
-    k_descale: Tensor | None
-    v_descale: Tensor | None
     qv: Tensor | None
 
 
@@ -86,8 +89,6 @@ class CacheKeywords(Keywords, total=False):
     rotary_interleaved: bool
     rotary_start: Lengths | None
     rotary_q_fixed: bool
-    k_descale: Tensor | None
-    v_descale: Tensor | None
     qv: Tensor | None
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..call.cache import CacheCall
 from ..call.cache_tensors import CacheTensors
 from ..call.call import Call, Tensors
+from ..call.eight_bit import is_eight_bit
 from ..call.window import ExactWindow
 from ..expression import MaskMod, ScoreMod
 from ..expression.modifier import Modifier
@@ -22,7 +23,7 @@ from .normalize import constants, lengths_of, seed_of
 from .out import direct_out
 from .settings import is_view_of_keys, may_be_view
 
-SCALARS = (type(None), bool, int, float, str)
+SCALARS = (type(None), bool, int, float, str, torch.dtype)
 FIELDS = Tensors._fields[:-1]
 CACHES = {"k": "k_cache", "v": "v_cache"}  # the keys and values of a call with a cache
 FIELDS_WITH_CACHE = (*(CACHES.get(name, name) for name in FIELDS), *CacheTensors._fields)
@@ -89,6 +90,7 @@ class Sources(NamedTuple):
     casts: tuple[tuple[int, torch.dtype], ...]  # dtypes of columns that are cast
     made: tuple[Made, ...]
     out: int | None  # the argument that the results are written into
+    out_dtype: torch.dtype | None  # requested of queries of 8 bits
     scalars: tuple[int, ...]  # the other arguments
     view: tuple[int, int, bool] | None  # arguments k and v, and whether v is a view of k; `None` if it cannot be one
 
@@ -128,7 +130,7 @@ class Sources(NamedTuple):
         if self.out is not None:
             others = (*values[: self.out], *values[self.out + 1 :])
             v = tensors[self.places.index(FIELDS.index("v"))]
-            if direct_out(function, values[self.out], tensors[0], v, others) is None:
+            if direct_out(function, values[self.out], tensors[0], v, others, self.out_dtype) is None:
                 return None
         return tensors
 
@@ -182,6 +184,7 @@ def sources_of(function: str, call: Call, values: Values, names: Sequence[str]) 
         casts=tuple((arguments.index(n), dtype) for n, dtype in casts.items()),
         made=tuple(made.values()),
         out=out if out in direct else None,
+        out_dtype=call.out_dtype if is_eight_bit(call.tensors.q) else None,
         scalars=scalars,
         view=view_of(argument_of, values, (fields[1], fields[2])),
     )

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from . import device
+from .eight_bit import is_eight_bit
 from .features import (
     BOOL,
     DENSE,
     DESCALE,
     INDEX,
-    OF_PAGES,
+    OF_KEYS,
+    OF_ROWS,
     PACKED,
     PAIRS,
     PER_HEAD,
@@ -60,10 +62,11 @@ class Tensors(NamedTuple):
     seqused_k: Annotated[Tensor | None, Feature((("B",),), INDEX, layouts=(VARLEN,))] = None
     page_table: Annotated[Tensor | None, Feature((("B", "max_pages"),), INDEX, layouts=(VARLEN,))] = None
     leftpad_k: Annotated[Tensor | None, Feature((("B",),), INDEX, layouts=(), public=False)] = None  # a cache's
-    # Scales of pages of 8 bits. Those of a KV cache are views `[B|1, num_pages|1, page_size|1, Hkv]`.
-    k_descale: Annotated[Tensor | None, Feature(OF_PAGES, DESCALE, layouts=(VARLEN,))] = None
-    v_descale: Annotated[Tensor | None, Feature(OF_PAGES, DESCALE, layouts=(VARLEN,))] = None
-    # Preallocated, in q's dtype; for calls that bypass the operators. In the accumulation dtype, out is not rounded.
+    # Scales of 8 bits (`eight_bit.key_scales`). Those of a KV cache are views `[B|1, num_pages|1, page_size|1, Hkv]`.
+    q_descale: Annotated[Tensor | None, Feature(OF_ROWS, DESCALE)] = None
+    k_descale: Annotated[Tensor | None, Feature(OF_KEYS, DESCALE, layouts=(DENSE, VARLEN))] = None
+    v_descale: Annotated[Tensor | None, Feature(OF_KEYS, DESCALE, layouts=(DENSE, VARLEN))] = None
+    # Preallocated, in the result's dtype, for calls that bypass the operators; unrounded in the accumulation dtype.
     out: Annotated[Tensor | None, Feature(layouts=(), public=False)] = None
     score_mod_tensors: Sequence[Tensor] = ()  # all that are captured: those of score_mod, then those of a mask function
 
@@ -95,6 +98,7 @@ class Settings(NamedTuple):
     v_dim: int | None = None  # v is the first columns of k, as many
     deterministic: Annotated[bool, Feature(layouts=(DENSE, VARLEN))] = False
     batch_invariant: bool = False  # bits of a row depend on its own sequence alone
+    out_dtype: str | None = None  # the result's, of queries of 8 bits; None is bfloat16
     backend: str = "auto"
     # Where this call lies in a larger, sharded one. Positions, masks, ALiBi, dropout and score_mod count from here.
     b0: Annotated[int, OF_A_PART] = 0
@@ -181,6 +185,16 @@ class Call:
         return len(self.tensors.score_mod_tensors) - self.settings.num_mask_tensors
 
     @property
+    def out_dtype(self) -> torch.dtype:
+        """The dtype of `out`: a preallocated tensor's, or q's; of queries of 8 bits, the requested one."""
+        t = self.tensors
+        if t.out is not None:
+            return t.out.dtype
+        if self.settings.out_dtype is not None:
+            return getattr(torch, self.settings.out_dtype)  # type: ignore[no-any-return]
+        return torch.bfloat16 if is_eight_bit(t.q) else t.q.dtype
+
+    @property
     def num_heads(self) -> int:
         """Query heads of the whole call, which the dropout counter runs over."""
         return self.settings.num_heads or self.tensors.q.shape[1]
@@ -198,11 +212,6 @@ HEAD_TERMS = {
     if PER_HEAD in FEATURES[name].shapes
 }
 POSITIONS = tuple(Tensors._fields.index(name) for name in DIFFERENTIABLE)
-
-
-def out_dtype(tensors: Tensors) -> torch.dtype:
-    """The dtype of a call's `out`: q's, or a preallocated tensor's."""
-    return tensors.q.dtype if tensors.out is None else tensors.out.dtype
 
 
 class Features(namedtuple("Features", DESCRIBED, defaults=[None] * len(DESCRIBED))):

@@ -90,12 +90,18 @@ def tensors(call: Call) -> None:
             fail_in_layout(name, x, f"{rank} dimensions, {shape}")
         if is_packed and name != "q":
             continue
-        if name != "q" and layout == "paged" and eight_bit.is_eight_bit(t.k):
+        if name != "q" and t.k.dtype in eight_bit.FORMATS:
             if x.dtype != t.k.dtype:
                 fail(name, x, f"the dtype of k, {t.k.dtype}")
+        elif x.dtype is eight_bit.QUERIES and name == "q":
+            if is_packed:
+                fail(name, x, "16 bits or more over rows of 656 bytes")
+            queries_of_eight_bits(call)
+        elif t.q.dtype is eight_bit.QUERIES:
+            fail(name, x, f"{eight_bit.DTYPES_IN_WORDS}, as q has 8 bits")
         elif x.dtype not in DTYPES:
-            of_pages = "; packed keys, pages and KV caches also " + eight_bit.DTYPES_IN_WORDS
-            fail(name, x, "float16, bfloat16, float32 or float64" + of_pages * (name != "q"))
+            others = "float8_e4m3fn" if name == "q" else eight_bit.DTYPES_IN_WORDS
+            fail(name, x, f"float16, bfloat16, float32 or float64; of 8 bits, {others}")
         elif x.dtype != t.q.dtype:
             fail(name, x, f"the dtype of q, {t.q.dtype}")
         if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
@@ -116,17 +122,63 @@ def tensors(call: Call) -> None:
         fail("k", t.k, "pages of at least one key, [num_pages, page_size, Hkv, D]")
 
 
-def descales(call: Call, batch: int) -> tuple[Tensor | None, Tensor | None]:
-    """The scales of pages of 8 bits, as views `[B|1, num_pages|1, page_size|1, Hkv]`."""
-    t = call.tensors
+def queries_of_eight_bits(call: Call) -> None:
+    """Whether a call whose queries have 8 bits has nothing that such calls lack."""
+    if call.settings.dropout_p > 0:
+        accepted = "0.0 for queries of 8 bits, whose calls are those of inference; for training, q in 16 bits"
+        raise ArgumentError("dropout_p", call.settings.dropout_p, accepted, EXAMPLES[call.layout])
+
+
+def descales(call: Call, batch: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The scales of q, k and v of 8 bits, as views (`eight_bit.query_scales`, `eight_bit.key_scales`)."""
+    t, layout = call.tensors, call.layout
     views = []
     for name in eight_bit.DESCALES:
         x = getattr(t, name)
-        if x is not None and call.layout != "paged":
-            raise ArgumentError(name, x, f"None for keys of {t.k.dtype}: scales are those of 8 bits", EXAMPLES["paged"])
-        views.append(None if x is None else descale(name, x, t.k, batch, paged=True, example=EXAMPLES["paged"]))
+        if x is not None and layout == "varlen":
+            x = packed_descale(name, x, t.k, batch)
+        elif x is not None:
+            x = descale(name, x, t.k, batch, paged=layout == "paged", example=EXAMPLES[layout])
+        views.append(x)
     k, v = views
-    return k, v
+    return query_descale(call, batch), k, v
+
+
+def query_descale(call: Call, batch: int) -> Tensor | None:
+    """The scales of queries of 8 bits, as a view."""
+    q, x, example = call.tensors.q, call.tensors.q_descale, EXAMPLES[call.layout]
+    if x is None:
+        return None
+    if not eight_bit.is_eight_bit(q):
+        accepted = f"None for queries of {q.dtype}: scales are those of float8_e4m3fn"
+        raise ArgumentError("q_descale", x, accepted, example)
+    heads_kv, packed = call.tensors.k.shape[1 if call.layout == "dense" else -2], q.dim() == 3
+    rows = q.shape[0 if packed else 2]
+    sizes = f"B = {batch}, Hkv = {heads_kv}, Hq = {q.shape[1]}, {'Tq' if packed else 'Sq'} = {rows}"
+    if packed and tuple(x.shape) == (batch, heads_kv) == (q.shape[1], rows):
+        accepted = f"[B, Hkv, 1] for scales of sequences or [1, Hq, Tq] for those of tokens, with {sizes}"
+        raise ArgumentError("q_descale", x, accepted, example)
+    view = eight_bit.query_scales(x, q, heads_kv, batch)
+    if view is None or x.dtype != torch.float32:
+        accepted = f"float32 [Hkv], [B, Hkv] or {'[Hq, Tq]' if packed else '[B, Hq, Sq]'} with {sizes}"
+        raise ArgumentError("q_descale", x, accepted, example)
+    return view
+
+
+def packed_descale(name: str, x: Tensor, k: Tensor, batch: int) -> Tensor:
+    """The scales of packed keys of 8 bits, as a view `[B|1, Tk|1, 1, Hkv]`."""
+    if not eight_bit.is_eight_bit(k):
+        accepted = f"None for keys of {k.dtype}: scales are those of {eight_bit.DTYPES_IN_WORDS}"
+        raise ArgumentError(name, x, accepted, EXAMPLES["varlen"])
+    tokens, heads = k.shape[:2]
+    if tuple(x.shape) == (batch, heads) == (heads, tokens):
+        accepted = f"[1, Tk, 1, Hkv] for scales of tokens or [B, 1, 1, Hkv] for those of sequences: both are {heads}"
+        raise ArgumentError(name, x, accepted, EXAMPLES["varlen"])
+    view = eight_bit.key_scales(x, k, batch, "varlen")
+    if view is None or x.dtype != torch.float32:
+        accepted = f"float32 [Hkv], [B, Hkv] or [Hkv, Tk] with B = {batch}, Hkv = {heads}, Tk = {tokens}"
+        raise ArgumentError(name, x, accepted, EXAMPLES["varlen"])
+    return view
 
 
 def descale(name: str, x: Tensor, cache: Tensor, batch: int, *, paged: bool, example: str) -> Tensor:

@@ -10,7 +10,7 @@ from . import latent_rows
 from .cache_tensors import EXAMPLE, CacheTensors, appended, count
 from .call import Tensors
 from .check import descale, memory, offsets, pages
-from .eight_bit import DESCALES, DTYPES_IN_WORDS, is_by_token, is_eight_bit
+from .eight_bit import DESCALES, DTYPES_IN_WORDS, OUT_DTYPES, is_by_token, is_eight_bit
 from .features import INDEX_DTYPES
 from .overlap import apart, overlap, overlaps_itself
 from .written import is_frozen
@@ -160,6 +160,8 @@ def check_cache(cache: CacheTensors, features: Tensors, *, v_dim: int | None = N
         check_appended(cache, features, heads_kv, batch)
     elif cache.cu_seqlens_k_new is not None:
         fail("cu_seqlens_k_new", "None without k and v")
+    if cache.rotary_cos is not None and is_eight_bit(q):
+        fail("rotary_cos", "None with queries of 8 bits: turn q and k before they are quantized")
     if cache.rotary_start is not None and cache.rotary_cos is None:
         fail("rotary_start", "None without rotary_cos and rotary_sin")
     if (cache.rotary_cos is None) != (cache.rotary_sin is None):
@@ -210,5 +212,8 @@ def check_appended(cache: CacheTensors, features: Tensors, heads_kv: int, batch:
         if not fits or x.shape[:-1] != k.shape[:-1]:
             accepted = f"{leading.format(dim, first)} Hkv = {heads_kv}, {dim} = {width}"
             raise ArgumentError(name, x, accepted, EXAMPLE)
-        if x.dtype != features.q.dtype:
+        if is_eight_bit(features.q):
+            if x.dtype not in OUT_DTYPES:
+                raise ArgumentError(name, x, "bfloat16, float16 or float32, to be quantized, as q has 8 bits", EXAMPLE)
+        elif x.dtype != features.q.dtype:
             raise ArgumentError(name, x, f"the dtype of q, {features.q.dtype}", EXAMPLE)

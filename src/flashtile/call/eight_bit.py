@@ -12,6 +12,8 @@ FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
 DTYPES_IN_WORDS = ", ".join(str(dtype).removeprefix("torch.") for dtype in FORMATS)
 DESCALES = ("k_descale", "v_descale")
+QUERIES = torch.float8_e4m3fn  # the dtype of queries of 8 bits
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of the result of such queries
 
 
 class EightBit(NamedTuple):
@@ -20,6 +22,7 @@ class EightBit(NamedTuple):
     format: str  # "e4m3", "e5m2", "int8", or "packed" for latent rows of 656 bytes
     k_by_key: bool  # scales differ from key to key, or from page to page
     v_by_key: bool
+    q_by_row: bool | None = None  # scales of queries differ from row to row; None of queries of 16 bits or more
 
 
 PACKED = EightBit("packed", False, False)
@@ -30,19 +33,64 @@ def is_eight_bit(x: Tensor) -> bool:
     return x.dtype in FORMATS
 
 
-def describe(k: Tensor, k_descale: Tensor | None, v_descale: Tensor | None) -> EightBit | None:
-    """Of pages and their scales, `[B|1, num_pages|1, page_size|1, Hkv]`."""
+def describe(
+    q: Tensor, k: Tensor, q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None
+) -> EightBit | None:
+    """Of keys of 8 bits and the views of scales (`query_scales`, `key_scales`); `None` of other keys."""
     if k.dtype is torch.uint8:
         return PACKED
     if not is_eight_bit(k):
         return None
-    by_key = (x is not None and (x.shape[1] > 1 or x.shape[2] > 1) for x in (k_descale, v_descale))
-    return EightBit(FORMATS[k.dtype], *by_key)
+    k_by_key, v_by_key = (is_by_key(x) for x in (k_descale, v_descale))
+    q_by_row = (q_descale is not None and q_descale.shape[2] > 1) if is_eight_bit(q) else None
+    return EightBit(FORMATS[k.dtype], k_by_key, v_by_key, q_by_row)
+
+
+def is_by_key(view: Tensor | None) -> bool:
+    """Whether scales `[B|1, num_pages|1, page_size|1, Hkv]` differ from key to key, or from page to page."""
+    return view is not None and (view.shape[1] > 1 or view.shape[2] > 1)
 
 
 def shapes_in_words(*, paged: bool) -> str:
     of_keys = "[num_pages, Hkv], [num_pages, page_size, Hkv]" if paged else "[B_cache, Hkv, S_max]"
     return f"float32 [Hkv], [B, Hkv], {of_keys}"
+
+
+def query_scales(x: Tensor, q: Tensor, heads_kv: int, batch: int) -> Tensor | None:
+    """A caller's scales of queries as a view `[B|1, Hkv or Hq, rows|1]`; `None` for a shape that is not accepted. Rows
+    are a sequence's, or all packed tokens. A view of this form is its own.
+    """
+    packed, heads_q = q.dim() == 3, q.shape[1]
+    rows = q.shape[0 if packed else 2]
+    match tuple(x.shape):
+        case (h,) if h == heads_kv:
+            return x[None, :, None]
+        case (b, h) if (b, h) == (batch, heads_kv):
+            return x[:, :, None]
+        case (h, t) if packed and (h, t) == (heads_q, rows):
+            return x[None]
+        case (b, h, t) if b in (1, batch) and h in (heads_kv, heads_q) and t in (1, rows):
+            return None if packed and b > 1 and t > 1 else x
+    return None
+
+
+def key_scales(x: Tensor, k: Tensor, batch: int, layout: str) -> Tensor | None:
+    """A caller's scales of keys or values as a view `[B|1, num_pages|1, page_size|1, Hkv]`; `None` for a shape that is
+    not accepted. A dense sequence is one page, and a packed token is one.
+    """
+    if layout != "varlen":
+        return scales_of_pages(x, k, batch, paged=layout == "paged")
+    tokens, heads = k.shape[:2]
+    match tuple(x.shape):
+        case (b, t, 1, h) if b in (1, batch) and t in (1, tokens) and h == heads:
+            return x
+        case (h, t) if (h, t) == (heads, tokens):
+            return x.t()[None, :, None]
+        case (b, h) if (b, h) == (batch, heads):
+            return x[:, None, None]
+        case (h,) if h == heads:
+            return x[None, None, None]
+    return None
 
 
 def is_by_token(descale: Tensor, cache: Tensor) -> bool:

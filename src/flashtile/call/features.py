@@ -26,7 +26,10 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 PAIRS = ("B|1", "H|1", "Sq|1", "Sk|1")  # n|1: a dimension that may be broadcast
 PER_HEAD = ("H",)
 PER_SEQUENCE_AND_HEAD = ("B", "H")
-OF_PAGES = (("Hkv",), ("B", "Hkv"), ("Hkv", "Tk"), ("num_pages", "Hkv"), ("num_pages", "page_size", "Hkv"))
+OF_ROWS = (("Hkv",), ("B", "Hkv"), ("B", "Hq", "Sq"), ("Hq", "Tq"))
+OF_KEYS = (
+    ("Hkv",), ("B", "Hkv"), ("B", "Hkv", "Sk"), ("Hkv", "Tk"), ("num_pages", "Hkv"), ("num_pages", "page_size", "Hkv"),
+)  # fmt: skip
 
 # An empty list is `None` for operators: AOTInductor passes it as such (torch 2.13), which `Tensor[]` does not take, and
 # traces of TorchScript have no `Tensor?[]`.
@@ -50,7 +53,7 @@ class Feature(NamedTuple):
 
     def dtypes(self, of_q: torch.dtype) -> tuple[torch.dtype, ...]:
         if self.dtype == SCORES:
-            return tuple({of_q, torch.float32})
+            return tuple({of_q, torch.float32}) if of_q.itemsize > 1 else (torch.float32,)
         others = {BOOL: (torch.bool,), INDEX: INDEX_DTYPES, SEED: (torch.int64,), DESCALE: (torch.float32,)}
         return others[self.dtype]
 

@@ -79,7 +79,8 @@ class Problem:
     deterministic: bool
     alignment: int  # bytes that divide every stride and base address of q, k and v, at most 16
     octet_start: int = 0  # with dropout: the first key's place among the eight that share a counter
-    eight_bit: EightBit | None = None  # keys and values of 8 bits
+    eight_bit: EightBit | None = None  # keys and values of 8 bits, and perhaps queries
+    out_dtype: torch.dtype | None = None  # the result's, of queries of 8 bits
     latent: bool = False  # v is the first columns of k
     packed: bool = False  # and queries are packed, over keys in pages
     batch_invariant: bool = False  # a plan depends neither on the batch nor on lengths
@@ -135,7 +136,8 @@ class Problem:
             deterministic=s.deterministic,
             alignment=alignment(t.q, t.k, t.v),
             octet_start=s.j0 % OCTET if s.dropout_p > 0 else 0,
-            eight_bit=eight_bit.describe(t.k, *descales) if t.k.dtype.itemsize == 1 else None,
+            eight_bit=eight_bit.describe(t.q, t.k, *descales) if t.k.dtype.itemsize == 1 else None,
+            out_dtype=call.out_dtype if t.q.dtype is eight_bit.QUERIES else None,
             latent=s.v_dim is not None,
             packed=s.v_dim is not None and layout == "paged" and t.cu_seqlens_q is not None,
             batch_invariant=s.batch_invariant,

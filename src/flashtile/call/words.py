@@ -26,6 +26,8 @@ def in_words(problem: Problem, *, lengths: bool = True) -> str:
         features.append(f"window ({p.window.left}, {p.window.right}){' top-left causal' * p.window.top_left}")
     if p.eight_bit is not None:
         dtype += f" with {p.eight_bit.format} keys and values"
+    if p.out_dtype is not None:
+        features.append(f"out in {str(p.out_dtype).removeprefix('torch.')}")
     return f"{p.layout} {dtype}, batch {p.batch}, heads {heads}, {seqlen}head_dim {dim}" + "".join(
         f", {feature}" for feature in features
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import ArgumentError
 
 WindowSize = Sequence[int | None] | Tensor
-FP8 = "None: there are no fp8 inputs; multiply q, k and v by their factors and pass them in bfloat16"
+FP8 = "None with q, or k and v, of 16 bits: descales multiply tensors of 8 bits, q in float8_e4m3fn"
 BLOCKS = "None: there is no block sparsity; flashtile.attention has `mask`, `window` and `score_mod`"
 MODS = "None: a CuTe function cannot run here; flashtile.ScoreMod takes a function of torch operations"
 
@@ -46,6 +46,24 @@ def decline(example: str, **values: Any) -> None:
     for argument, value in values.items():
         if isinstance(value, Tensor) or value:
             refuse(argument, value, ACCEPTED[argument], example)
+
+
+def descales_of(
+    example: str, q: Tensor, k: Tensor, q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None
+) -> dict[str, Any]:
+    """Keywords of `flashtile.attention` for scales of tensors of 8 bits; those `[B, Hkv]` are of sequences, which no
+    number of pages or tokens makes scales of these. Without any, none: this takes the least time.
+    """
+    if q_descale is k_descale is v_descale is None:
+        return {}
+    if k.element_size() > 1:
+        decline(example, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    if q.element_size() > 1:
+        decline(example, q_descale=q_descale)
+    if q_descale is not None and q_descale.dim() == 2:
+        q_descale = q_descale[:, :, None]
+    of_keys = (x[:, None, None] if x is not None and x.dim() == 2 else x for x in (k_descale, v_descale))
+    return dict(zip(("q_descale", "k_descale", "v_descale"), (q_descale, *of_keys), strict=True))
 
 
 def refuse(argument: str, value: Any, accepted: str, example: str) -> NoReturn:

@@ -1,7 +1,7 @@
 """The interface of FlashAttention-3, module `flash_attn_interface` (Shah et al., 2024), by flashtile.
 
-Names, order and defaults of arguments, shapes and results are the original's. q in fp8 is declined. Settings of its
-scheduler are accepted and ignored.
+Names, order and defaults of arguments, shapes and results are the original's. Settings of its scheduler are accepted
+and ignored.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..api.attention import attention, attention_varlen
-from .arguments import WindowSize, above, decline, keywords, longest_of, refuse, splits_of, window_of
+from .arguments import WindowSize, above, decline, descales_of, keywords, longest_of, refuse, splits_of, window_of
 from .cache import attend_with_cache
 from .combine import flash_attn_combine
 
@@ -53,7 +53,8 @@ def flash_attn_func(
     i sees the keys of one chunk of so many positions, the one with `i + Sk - Sq`. `num_splits`
     are parts that the keys are split into; up to 1 lets the backend choose. `pack_gqa` and `sm_margin`, which tune the
     original's kernels, are accepted and ignored. Scores are
-    the products of q and k plus the products of `qv [B, Sq, Hq, Dv]` and v. Descales must be `None`.
+    the products of q and k plus the products of `qv [B, Sq, Hq, Dv]` and v. q, k and v in float8_e4m3fn have descales
+    `[B, Hkv]`, float32, and a result in bfloat16.
 
     Returns:
         `out [B, Sq, Hq, Dv]`; with `return_attn_probs` `(out, softmax_lse [B, Hq, Sq])`, -inf for rows that see no key.
@@ -61,14 +62,15 @@ def flash_attn_func(
     Raises:
         ArgumentError: an argument is not what it should be, or has no equivalent.
     """
-    if not (q_descale is k_descale is v_descale is None):  # which takes less time than the answer
-        decline(DENSE, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    descales = descales_of(DENSE, q, k, q_descale, k_descale, v_descale)
+    if qv is not None and q.element_size() == 1:
+        decline(DENSE, qv=qv)
     if qv is not None:
         q, k = torch.cat((qv, q), -1), torch.cat((v, k), -1)
     settings = keywords(0.0, softmax_scale, causal, window_of(window_size, DENSE), softcap, None, deterministic)
     settings["attention_chunk"], settings["num_splits"] = above(0, attention_chunk), splits_of(num_splits)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    out, lse = attention(q, k, v, **settings, return_lse=True)
+    out, lse = attention(q, k, v, **settings, **descales, return_lse=True)
     return (out.transpose(1, 2), lse) if return_attn_probs else out.transpose(1, 2)
 
 
@@ -151,15 +153,14 @@ def flash_attn_varlen_func(
     Raises:
         ArgumentError: an argument is not what it should be, or has no equivalent.
     """
-    if not (q_descale is k_descale is v_descale is None):  # which takes less time than the answer
-        decline(PACKED, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    descales = descales_of(PACKED, q, k, q_descale, k_descale, v_descale)
     settings = keywords(0.0, softmax_scale, causal, window_of(window_size, PACKED), softcap, None, deterministic)
     settings["max_seqlen_q"], settings["max_seqlen_k"] = longest_of(max_seqlen_q), longest_of(max_seqlen_k)
     settings["attention_chunk"], settings["num_splits"] = above(0, attention_chunk), splits_of(num_splits)
     settings["seqused_q"], settings["seqused_k"] = seqused_q, seqused_k
     if qv is not None:
         settings["qv"] = qv
-    out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **settings, return_lse=True)
+    out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **settings, **descales, return_lse=True)
     return (out, lse) if return_attn_probs else out
 
 
@@ -207,7 +208,7 @@ def flash_attn_with_kvcache(
 
     The other arguments: as in `flashtile.compat.flash_attn.flash_attn_with_kvcache`, where `block_table` is
     called `page_table`, and as in `flash_attn_func`. Caches of 8 bits, float8_e4m3fn as the original's or others of
-    flashtile's, are read under q of 16 bits, with `k_descale` and `v_descale` `[B, Hkv]`.
+    flashtile's, are read under q of 16 bits or in float8_e4m3fn, with descales `[B, Hkv]`.
     `scheduler_metadata` is accepted and ignored. `qv` is in the shape of q with Dv; k_cache is read in place where its
     rows are right behind the rows of v_cache, as parts of one tensor, and new tokens need that.
 
@@ -220,9 +221,7 @@ def flash_attn_with_kvcache(
         ArgumentError: an argument is not what it should be, or has no equivalent.
         AttentionError: a tensor requires a gradient outside of `torch.no_grad()`: there are no derivatives.
     """
-    if not (q_descale is k_descale is v_descale is None):  # which takes less time than the answer
-        of_keys = {} if k_cache.element_size() == 1 else {"k_descale": k_descale, "v_descale": v_descale}
-        decline(CACHE, q_descale=q_descale, **of_keys)
+    descales = descales_of(CACHE, q, k_cache, q_descale, k_descale, v_descale)
     out, lse = attend_with_cache(
         q,
         k_cache,
@@ -247,15 +246,9 @@ def flash_attn_with_kvcache(
         softcap=softcap,
         num_splits=num_splits,
         qv=qv,
-        k_descale=of_sequences(k_descale),
-        v_descale=of_sequences(v_descale),
+        **descales,
     )
     return (out, lse, lse.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
-
-
-def of_sequences(descale: Tensor | None) -> Tensor | None:
-    """Scales `[B, Hkv]` of sequences, which no number of pages makes scales of pages."""
-    return descale[:, None, None] if descale is not None and descale.dim() == 2 else descale
 
 
 def get_scheduler_metadata(

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..api.attention import attention_varlen
-from .arguments import WindowSize, above, decline, keywords, longest_of, refuse, splits_of, window_of
+from .arguments import WindowSize, above, decline, descales_of, keywords, longest_of, refuse, splits_of, window_of
 from .cache import attend_with_cache
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache"]
@@ -51,7 +51,7 @@ def flash_attn_varlen_func(
 
     The arguments: as in `flashtile.compat.flash_attn_3.flash_attn_varlen_func`, and `page_table` `[B, max_pages]`
     for pages `[num_pages, page_size, Hkv, D]`; `sinks` `[Hq]`, whose exponentials join each row's denominator; `out`, a
-    tensor for the result; `ver`, 3 or 4, on which nothing depends. Descales and CuTe functions are declined.
+    tensor for the result; `ver`, 3 or 4, on which nothing depends. CuTe functions are declined.
 
     Returns:
         `out [Tq, Hq, Dv]`; with `return_softmax_lse` `(out, softmax_lse [Hq, Tq], empty, empty)`, -inf for rows that
@@ -60,7 +60,8 @@ def flash_attn_varlen_func(
     Raises:
         ArgumentError: an argument is not what it should be, or has no equivalent.
     """
-    check(PACKED, ver, q_descale, k_descale, v_descale, score_mod, aux_tensors)
+    check(PACKED, ver, score_mod, aux_tensors)
+    descales = descales_of(PACKED, q, k, q_descale, k_descale, v_descale)
     settings = keywords(0.0, softmax_scale, causal, window_of(window_size, PACKED), softcap, None, False)
     result, lse = attention_varlen(
         q,
@@ -80,6 +81,7 @@ def flash_attn_varlen_func(
         out=out,
         return_lse=True,
         **settings,
+        **descales,
     )
     return (result, lse, lse.new_empty(0), lse.new_empty(0)) if return_softmax_lse else result
 
@@ -135,7 +137,8 @@ def flash_attn_with_kvcache(
         ArgumentError: an argument is not what it should be, or has no equivalent.
         AttentionError: a tensor requires a gradient outside of `torch.no_grad()`: there are no derivatives.
     """
-    check(CACHE, ver, q_descale, k_descale, v_descale, score_mod, aux_tensors)
+    check(CACHE, ver, score_mod, aux_tensors)
+    descales = descales_of(CACHE, q, k_cache, q_descale, k_descale, v_descale)
     if only_qv:
         refuse("only_qv", only_qv, "False; pass qv as q, and v_cache as k_cache too", CACHE)
     result, lse = attend_with_cache(
@@ -164,15 +167,13 @@ def flash_attn_with_kvcache(
         sinks=sinks,
         qv=qv,
         out=out,
+        **descales,
     )
     return (result, lse, lse.new_empty(0), lse.new_empty(0)) if return_softmax_lse else result
 
 
-def check(
-    example: str, ver: int, q_descale: Any, k_descale: Any, v_descale: Any, score_mod: Any, aux_tensors: Any
-) -> None:
+def check(example: str, ver: int, score_mod: Any, aux_tensors: Any) -> None:
     """Refuse what has no equivalent."""
-    decline(example, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     decline(example, score_mod=score_mod, aux_tensors=aux_tensors)
     if ver not in (3, 4):
         refuse("ver", ver, "3 or 4", example)

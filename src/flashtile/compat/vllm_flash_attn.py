@@ -10,7 +10,7 @@ from torch import Tensor
 from ..api.attention import attention_varlen
 from ..api.signatures import options_of
 from . import flash_attn_3
-from .arguments import WindowSize, above, decline, infinite_lse, keywords, longest_of, refuse, window_of
+from .arguments import WindowSize, above, descales_of, infinite_lse, keywords, longest_of, refuse, window_of
 
 __all__ = [
     "fa_version_unsupported_reason",
@@ -74,7 +74,8 @@ def flash_attn_varlen_func(
         window_size: `(left, right)`, where -1 is unlimited; `None` is no window.
 
     The other arguments: as in `flashtile.compat.flash_attn.flash_attn_varlen_func`. `scheduler_metadata` and
-    `return_attn_probs` are accepted and ignored, as there. Descales and `cp_world_size` above 1 are declined.
+    `return_attn_probs` are accepted and ignored, as there. Descales are of q, k
+    and v of 8 bits, as in `flashtile.compat.flash_attn_3`; `cp_world_size` above 1 is declined.
 
     Returns:
         `out [Tq, Hq, Dv]`; with `return_softmax_lse` `(out, softmax_lse [Hq, Tq])`.
@@ -82,7 +83,7 @@ def flash_attn_varlen_func(
     Raises:
         ArgumentError: an argument is not what it should be, or has no equivalent.
     """
-    decline(EXAMPLE, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    descales = descales_of(EXAMPLE, q, k, q_descale, k_descale, v_descale)
     if cp_world_size != 1 or cp_rank != 0 or cp_tot_seqused_k is not None:
         refuse("cp_world_size", cp_world_size, "1; flashtile.distributed shares a cache between ranks", EXAMPLE)
     if fa_version not in VERSIONS:
@@ -104,6 +105,7 @@ def flash_attn_varlen_func(
         out=out,
         return_lse=True,
         **settings,
+        **descales,
     )
     if not return_softmax_lse:
         return result

@@ -55,9 +55,9 @@ def attend_with_row_stats(call: Call) -> tuple[Tensor, Tensor]:
 def refuse_derivatives_of_eight_bits(call: Call) -> None:
     if in_forward_mode() or (torch.is_grad_enabled() and requires_grad(call.tensors.flat())):
         raise AttentionError(
-            f"keys and values of {call.tensors.k.dtype} have no derivatives, and an argument requires a gradient or "
-            "forward mode is active.\n"
-            "  accepted: a call inside `with torch.no_grad():`; for training, k and v in the dtype of q"
+            f"calls with keys and values of {call.tensors.k.dtype} have no derivatives, and an argument requires a "
+            "gradient or forward mode is active.\n"
+            "  accepted: a call inside `with torch.no_grad():`; for training, q, k and v in 16 bits or more"
         )
 
 

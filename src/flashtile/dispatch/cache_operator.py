@@ -18,6 +18,7 @@ from ..call.call import FEATURES as FEATURES_OF_CALLS
 from ..call.call import SETTINGS, Call, Settings, Tensors, lse_shape, new_rows, public_lse
 from ..call.check_cache import check_writable
 from ..call.eager import in_forward_mode
+from ..call.eight_bit import is_eight_bit
 from ..call.features import CACHE, INDEX, TENSOR_LIST
 from ..call.latent_rows import is_packed, unpacked
 from ..call.problem import accumulation_dtype
@@ -63,7 +64,8 @@ def attend_with_cache(call: CacheCall) -> tuple[Tensor, Tensor]:
     if fast_path.bypasses_dispatcher(call):
         return run_with_cache(call)
     if cache.k is not None and torch.is_autocast_enabled(q.device.type):
-        k, v = (None if x is None else x.to(q.dtype) for x in (cache.k, cache.v))
+        dtype = q.dtype if not is_eight_bit(q) else torch.get_autocast_dtype(q.device.type)
+        k, v = (None if x is None else x.to(dtype) for x in (cache.k, cache.v))
         cache = cache._replace(k=k, v=v)
     operator = torch.ops.flashtile.attention_with_kvcache.default
     return operator(*arguments(q, cache, call.tensors, call.settings, call.rotary))
@@ -137,7 +139,7 @@ def attend_to_packed(call: CacheCall) -> tuple[Tensor, Tensor]:
 def fake(*operands: Any) -> tuple[Tensor, Tensor]:
     call = call_of(*operands)
     q = call.tensors.q
-    out = new_rows(q, q.shape[1], call.cache.v_cache.shape[-1], q.dtype)
+    out = new_rows(q, q.shape[1], call.cache.v_cache.shape[-1], call.out_dtype)
     return out, q.new_empty(lse_shape(q), dtype=accumulation_dtype(q.dtype))
 
 

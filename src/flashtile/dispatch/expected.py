@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..call.call import Call, Needs, differentiable_positions, new_rows, out_dtype, row_stats_shape
+from ..call.call import Call, Needs, differentiable_positions, new_rows, row_stats_shape
 from ..call.plan import Plan
 from ..call.problem import accumulation_dtype
 from ..errors import AttentionError
@@ -34,7 +34,7 @@ def cpu_kernels(chosen: Plan, call: Call, needs: Needs) -> Iterable[Any]:
     from ..backend.cpu.machine_code import collected_kernels
 
     q, v = call.tensors.q, call.tensors.v
-    out = new_rows(q, q.shape[1], v.shape[-1], out_dtype(call.tensors))
+    out = new_rows(q, q.shape[1], v.shape[-1], call.out_dtype)
     row_stats = q.new_empty(row_stats_shape(call), dtype=accumulation_dtype(q.dtype))
     with torch.no_grad(), collected_kernels() as found:
         function_of(chosen, "backward")(chosen, call, needs, out, row_stats, torch.empty_like(out), None)

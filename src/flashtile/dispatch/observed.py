@@ -50,7 +50,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor] | None:
 def zeros(call: Call) -> tuple[Tensor, Tensor]:
     """The results of a forward pass in an example."""
     t = call.tensors
-    out = new_rows(t.q, t.q.shape[1], t.v.shape[-1], t.q.dtype).zero_() if t.out is None else t.out.zero_()
+    out = new_rows(t.q, t.q.shape[1], t.v.shape[-1], call.out_dtype).zero_() if t.out is None else t.out.zero_()
     return out, t.q.new_zeros(row_stats_shape(call), dtype=accumulation_dtype(t.q.dtype))
 
 

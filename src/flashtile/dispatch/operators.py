@@ -216,7 +216,7 @@ class Operators:
     def fake_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         call = self.call(arguments)
         q, v = call.tensors.q, call.tensors.v
-        out = new_rows(q, q.shape[1], v.shape[-1], q.dtype)
+        out = new_rows(q, q.shape[1], v.shape[-1], call.out_dtype)
         return out, q.new_empty(row_stats_shape(call), dtype=accumulation_dtype(q.dtype))
 
     def fake_tangents(

@@ -11,6 +11,7 @@ from ..api.normalize import normalize
 from ..block_mask import BlockMask, is_flex
 from ..call.call import FEATURES, Call, Tensors
 from ..call.eager import in_forward_mode
+from ..call.eight_bit import is_eight_bit
 from ..errors import ArgumentError, AttentionError
 from .group import EXAMPLE
 from .layout import Layout, Piece, Placement
@@ -64,6 +65,8 @@ def accepted_shapes(t: Tensors) -> None:
     for name, x in (("q", t.q), ("k", t.k), ("v", t.v)):
         if x.dim() != 4 or x.dtype != t.q.dtype or x.shape[0] != t.q.shape[0] or not x.is_floating_point():
             raise ArgumentError(name, x, "floating-point [B, H, S, D], of q's dtype and batch", EXAMPLE)
+        if is_eight_bit(x):
+            raise ArgumentError(name, x, "16 bits or more: sharded calls take no tensors of 8 bits", EXAMPLE)
     if t.k.shape[1:3] != t.v.shape[1:3] or t.k.shape[3] != t.q.shape[3]:
         raise ArgumentError("k", t.k, "k [B, Hkv, Sk, D] and v [B, Hkv, Sk, Dv], with the D of q", EXAMPLE)
     if t.k.shape[1] == 0 or t.q.shape[1] % t.k.shape[1] != 0:

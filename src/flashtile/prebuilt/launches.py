@@ -22,6 +22,7 @@ from .standard import StandardCall
 
 BACKENDS = ("hopper", "triton")
 QKV = Needs(True, True, True)
+OF_CALLS = ("mask", "bias", "alibi_slopes", "sinks", "cu_seqlens_q", "q_descale")  # tensors that are not a cache's
 TYPICAL = {  # multiprocessors, MHz, and bytes of memory in a microsecond of a usual chip: 0 for that of the rates
     "sm_80": (108, 0.0, 0.0), "sm_86": (84, 1695.0, 7.0e5), "sm_89": (142, 2520.0, 8.64e5), "sm_90": (132, 0.0, 0.0),
     "sm_100": (148, 1965.0, 8.0e6), "sm_120": (170, 2407.0, 1.79e6),
@@ -78,7 +79,7 @@ def call_of(standard: StandardCall) -> Call:
     if (v_dim := arguments.get("v_dim")) is not None:
         cache = cache._replace(v_cache=cache.k_cache[..., :v_dim], v_descale=cache.k_descale)
     named = {"q": arguments.pop("q"), "k": cache.k_cache, "v": cache.v_cache}
-    named |= {name: arguments.pop(name, None) for name in ("mask", "bias", "alibi_slopes", "sinks", "cu_seqlens_q")}
+    named |= {name: arguments.pop(name, None) for name in OF_CALLS}
     rotary = RotarySettings(interleaved=arguments.pop("rotary_interleaved", True))
     scalars: dict[str, Any] = dict.fromkeys(("window", "scale", "softcap", "score_mod", "dropout_seed", "num_splits"))
     scalars |= {"causal": False, "dropout_p": 0.0, "deterministic": None, "backend": "auto", **arguments}

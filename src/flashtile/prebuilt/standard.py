@@ -67,6 +67,7 @@ class StandardCall(NamedTuple):
 
 def standard_calls() -> Iterator[StandardCall]:
     """All calls; their tensors have no memory."""
+    yield from queries_of_eight_bits()
     for dtype in DTYPES:
         yield from plain(dtype)
         yield from long(dtype)
@@ -243,6 +244,22 @@ def decoding_eight_bits(dtype: torch.dtype) -> Iterator[StandardCall]:
         for of_scales, more in itertools.product((heads[1:], shape[:3]), ({}, new)):
             scales = {f"{x}_descale": empty(*of_scales) for x in "kv"}
             yield StandardCall("attention_with_kvcache", arguments | pages | scales | more | {"causal": True})
+
+
+def queries_of_eight_bits() -> Iterator[StandardCall]:
+    """Queries, keys and values of 8 bits: dense, packed, and one row over pages."""
+    numbers = torch.float8_e4m3fn
+    for width, heads, causal in itertools.product((64, 128, 256), ((8, 8), (32, 8)), (False, True)):
+        q, k, v = dense(heads, LONG, LONG, (width, width), numbers)
+        scales = {f"{x}_descale": empty(1, heads[1]) for x in "qkv"}
+        yield StandardCall("attention", {"q": q, "k": k, "v": v, "causal": causal} | scales)
+        rows = {name: x[0].transpose(0, 1).contiguous() for name, x in (("q", q), ("k", k), ("v", v))}
+        ends = {f"cu_seqlens_{x}": empty(2, dtype=torch.int32) for x in "qk"}
+        longest = {f"max_seqlen_{x}": LONG for x in "qk"}
+        yield StandardCall("attention_varlen", rows | ends | longest | {"causal": causal} | scales)
+        pages = {f"{x}_cache": empty(LONG // 16, 16, heads[1], width, dtype=numbers) for x in "kv"}
+        pages |= {"page_table": empty(1, LONG // 16, dtype=torch.int32), "cache_seqlens": empty(1, dtype=torch.int32)}
+        yield StandardCall("attention_with_kvcache", {"q": q[:, :, :1], "causal": causal} | pages | scales)
 
 
 def decoding_latent(dtype: torch.dtype) -> Iterator[StandardCall]:

@@ -72,7 +72,9 @@ class Case:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.arguments["q"].dtype
+        """The dtype of the result: q's; of queries of 8 bits, the requested one."""
+        of_q: torch.dtype = self.arguments["q"].dtype
+        return of_q if of_q.itemsize > 1 else self.arguments.get("out_dtype") or torch.bfloat16
 
     def differentiable(self) -> dict[str, Tensor]:
         """All floating tensors among the arguments that are not constant, by the name of their gradient without the
@@ -156,7 +158,7 @@ def describe(case: Case) -> str:
     """Short text that identifies a problem."""
     arguments = {name: value for name, value in case.arguments.items() if value is not None}
     kind = {"attention": "dense", "attention_varlen": "varlen", "attention_with_kvcache": "kvcache"}[case.function]
-    words = [kind, _dtype_name(case.dtype)]
+    words = [kind, _dtype_name(case.arguments["q"].dtype)]
     for name in SHAPED:
         if name in arguments:
             x = arguments[name]
@@ -174,6 +176,8 @@ def describe(case: Case) -> str:
             words.append(f"{name}=tensor({value.item()})")
         elif isinstance(value, Tensor):
             words.append(f"{name}:{_dtype_name(value.dtype)}{list(value.shape)}")
+        elif isinstance(value, torch.dtype):
+            words.append(f"{name}={_dtype_name(value)}")
         elif isinstance(value, ExactSides):
             words.append(f"{name}=exact{tuple(value)}".replace(" ", ""))
         elif value is not False and not (name == "dropout_p" and value == 0.0):

@@ -8,7 +8,7 @@ from cached import same_bits
 
 import flashtile
 from flashtile.testing.case import CACHES, Case
-from flashtile.testing.eight_bit import FORMATS, with_eight_bits
+from flashtile.testing.eight_bit import FORMATS, KINDS_OF_Q, OUT_DTYPES, takes_queries, with_eight_bits, with_queries
 from flashtile.testing.generate import random_case
 from flashtile.testing.oracle import solve
 from flashtile.testing.oracle.eight_bit import magnitudes
@@ -166,3 +166,53 @@ def test_packed_keys(dtype: torch.dtype) -> None:
     wide = [x.float() * scale.t()[..., None] for x, scale in zip((k, v), descales.values(), strict=True)]
     expected = flashtile.attention_varlen(q.float(), *wide, starts, starts, **given, backend="tiled")
     torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_Q)
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_queries_of_8_bits(dtype: torch.dtype, kind: str) -> None:
+    """Dense, packed and cached problems, in each dtype of results."""
+    generator = torch.Generator().manual_seed(0)
+    for seed in range(12):
+        function = ("attention", "attention_varlen", "attention_with_kvcache")[seed % 3]
+        case = random_case(1000 + seed, device="cuda", dtypes=DTYPES, function=function)
+        widths = [x.shape[-1] for name, x in case.arguments.items() if name in ("q", "v", "v_cache")]
+        if max(widths) > 512 or case.arguments["q"].dtype.itemsize == 1 or not takes_queries(case):
+            continue
+        case = with_eight_bits(case, dtype, KINDS[seed % 5], KINDS[(seed + 2) % 5], generator)
+        assert_right(with_queries(case, kind, OUT_DTYPES[seed % 4], generator))
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_long_rows_of_8_bits(width: int) -> None:
+    """131072 keys whose values are one, and a tail of small weights, by the backend that `auto` takes."""
+    keys = 2**17
+    q, k = (torch.randn(1, 2, n, width, device="cuda") for n in (3, keys))
+    v = torch.ones(1, 2, keys, width, device="cuda")
+    k[:, :, :1] = 3 * q[:, :, :1]  # most of the weight of the first row
+    given = [x.to(FORMATS[0]) for x in (q, k, v)]
+    out = flashtile.attention(*given, out_dtype=torch.float32)
+    assert (out - 1).abs().max() < 1e-3
+    v[:, :, 0] = 3.0
+    given[2] = v.to(FORMATS[0])
+    out = flashtile.attention(*given, out_dtype=torch.float32)
+    wide = flashtile.attention(*(x.double() for x in given))
+    assert (out - wide).abs().max() < 0.02
+
+
+def test_queries_of_8_bits_in_a_graph() -> None:
+    q, k, v = (torch.randn(2, h, 300, 64, device="cuda").to(FORMATS[0]) for h in (8, 2, 2))
+    scale = torch.ones(2, 2, device="cuda")
+
+    def call() -> Any:
+        return flashtile.attention(q, k, v, q_descale=scale, k_descale=scale, v_descale=scale, causal=True)
+
+    for _ in range(3):
+        expected = call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    q.copy_(torch.randn(q.shape, device="cuda").to(FORMATS[0]))
+    graph.replay()
+    assert not torch.equal(out, expected)
+    assert torch.equal(out, call())

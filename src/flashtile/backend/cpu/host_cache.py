@@ -12,7 +12,7 @@ from ...call.eight_bit import is_eight_bit
 from ...call.plan import Plan
 from ..replays import Results
 from . import arguments as args
-from .host_forward import launched_forward, replay_forward
+from .host_forward import launched_forward, replay_dequantized, replay_forward
 from .launch import KernelLaunch
 from .lengths import chunk, threads_for, used_splits, work_per_key
 from .recording import Recording, recorded
@@ -86,6 +86,9 @@ def append(cache: Tensor, new: Tensor, held: Sequence[int]) -> None:
 def record_attend_with_cache(plan: Plan, call: CacheCall) -> tuple[Any, tuple[Tensor, Tensor]]:
     """As `record_forward`, of the attention that remains once new keys are in the cache."""
     attention = append_and_rotate(call)
+    if is_eight_bit(call.tensors.q):
+        repeat, results = replay_dequantized(plan, attention)
+        return None if repeat is None else lambda call: repeat(append_and_rotate(call)), results
     launch, tensors, results = launched_forward(plan, attention)
     if attention.settings.mask_mod is not None:  # whose blocks depend on lengths
         return None, results

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from ...call.call import Call, new_rows, row_stats_shape, split_row_stats
+from ...call.eight_bit import FORMATS
+from ...call.eight_bit_layouts import dequantized, in_pages
 from ...call.plan import Plan
 from ...call.problem import accumulation_dtype
 from ..replays import ForwardReplay
@@ -33,11 +35,37 @@ def record_forward(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
     """As `forward`, with the function that repeats it for calls of the same layout: `None` for packed calls with a
     mask function, whose blocks depend on the values of their lengths.
     """
+    if call.tensors.k.dtype in FORMATS:
+        if call.tensors.q.dtype in FORMATS:
+            return replay_dequantized(plan, call)
+        call = in_pages(call)
     launch, tensors, results = launched_forward(plan, call)
     if call.layout == "dense":
         recording = recorded(call, launch, tensors, results)
         return functools.partial(replay_forward, launch) if recording is None else ForwardReplay(recording), results
     return functools.partial(replay_forward, launch) if call.settings.mask_mod is None else None, results
+
+
+def replay_dequantized(plan: Plan, call: Call) -> tuple[Any, tuple[Tensor, Tensor]]:
+    """As `record_forward`, of queries of 8 bits: the kernel multiplies in float32, and `out` is rounded behind it."""
+    launch, _, results = launched_forward(plan, in_float32(call))
+
+    def replay(call: Call) -> tuple[Tensor, Tensor]:
+        return rounded_out(call, *replay_forward(launch, in_float32(call)))
+
+    return None if call.settings.mask_mod is not None else replay, rounded_out(call, *results)
+
+
+def in_float32(call: Call) -> Call:
+    """A call with queries of 8 bits as one whose queries and `out` are float32."""
+    call = dequantized(call)
+    return call._replace(tensors=call.tensors._replace(out=None), settings=call.settings._replace(out_dtype=None))
+
+
+def rounded_out(call: Call, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """`out` in the dtype of the call's, in the tensor for it if there is one."""
+    given = call.tensors.out
+    return (out.to(call.out_dtype) if given is None else given.copy_(out)), lse
 
 
 def launched_forward(plan: Plan, call: Call) -> tuple[KernelLaunch, dict[str, Tensor], tuple[Tensor, Tensor]]:
@@ -52,7 +80,7 @@ def launched_forward(plan: Plan, call: Call) -> tuple[KernelLaunch, dict[str, Te
 
 
 def replay_forward(launch: KernelLaunch, call: Call) -> tuple[Tensor, Tensor]:
-    call = with_distance_table(call)
+    call = with_distance_table(in_pages(call) if call.tensors.k.dtype in FORMATS else call)
     q, k, v = (rows_last(x) for x in call.tensors[:3])
     of_out, of_lse = launch.results
     out = of_out.new() if call.tensors.out is None else call.tensors.out

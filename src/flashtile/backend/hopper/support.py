@@ -85,6 +85,8 @@ def declines(problem: Problem, device: Device) -> str | None:
         return f"its kernels are for Hopper GPUs ({ARCHITECTURE}), not for {device.arch}"
     if problem.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return "it supports bfloat16, float16 and float32 inputs only"
+    if problem.eight_bit is not None:
+        return "it reads keys and values of q's dtype, not of 8 bits"
     if problem.dtype is torch.float32 and (reason := declines_float32(problem)) is not None:
         return reason
     if is_latent(problem):
@@ -141,8 +143,6 @@ def declines_latent(problem: Problem) -> str | None:
 
 def declines_pages(problem: Problem) -> str | None:
     """Why the kernels do not read the problem's pages; `None` if they do, or if there are none."""
-    if problem.eight_bit is not None:
-        return "it reads keys and values of q's dtype, not of 8 bits"
     pages = problem.pages
     if pages is None:
         return None

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call.call import Call, Gradients, Needs, Tensors, differentiable_positions, out_dtype, public_lse
+from ...call.call import Call, Gradients, Needs, Tensors, differentiable_positions, public_lse
+from ...call.eight_bit_layouts import dequantized
 from ...call.plan import Plan
 from ...call.problem import accumulation_dtype
 from ...private_torch import recording_graph
@@ -34,6 +35,7 @@ class Matmul(torch.autograd.Function):
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
+    call = dequantized(call)
     t = call.tensors
     dtype = accumulation_dtype(t.q.dtype)
     queries, keys = Side(call, keys=False), Side(call, keys=True)
@@ -44,7 +46,7 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
         if slab.seqlen_q > 0:
             forward_slab(call, slab, *(slab.query_rows(x) for x in (out, lse, residual)))
     row_stats = rows_to_row_stats(call, queries.result(lse), queries.result(residual))
-    return queries.result(out).to(out_dtype(t)), row_stats
+    return queries.result(out).to(call.out_dtype), row_stats
 
 
 def forward_slab(call: Call, slab: Slab, out: Rows, lse: Rows, residual: Rows) -> None:

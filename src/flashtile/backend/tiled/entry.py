@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from ...call.call import Call, Gradients, Needs, Tangents
+from ...call.eight_bit_layouts import dequantized
 from ...call.plan import Plan
 from ...call.problem import accumulation_dtype
 from ..blockwise.lse_shape import lse_to_rows, row_stats_to_rows, rows_to_lse, rows_to_row_stats
@@ -13,6 +14,7 @@ from .backward import Saved
 
 
 def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
+    call = dequantized(call)
     out, *row_stats = forward_pass.forward(call, plan.tile, accumulation_dtype(call.tensors.q.dtype))
     return out, rows_to_row_stats(call, *row_stats)
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...call.call import Call, out_dtype
+from ...call.call import Call
 from ..blockwise import softmax
 from ..blockwise.eight_bit import key_and_value_rows
 from ..blockwise.scores import Scores, Tile
@@ -20,11 +20,11 @@ from .loop import row_blocks, tiles
 
 
 def forward(call: Call, shape: TileShape, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """`out [B, Hq, Sq, Dv]` or `[Tq, Hq, Dv]` in `out_dtype`, and `lse [..., 1]` and its residual in `dtype`."""
+    """`out [B, Hq, Sq, Dv]` or `[Tq, Hq, Dv]` in `call.out_dtype`, and `lse [..., 1]` and its residual in `dtype`."""
     tensors = call.tensors
     queries, keys = Side(call, keys=False), Side(call, keys=True)
     num_heads = tensors.q.shape[1]
-    out = queries.buffer(tensors.q, num_heads, tensors.v.shape[-1], out_dtype(tensors))
+    out = queries.buffer(tensors.q, num_heads, tensors.v.shape[-1], call.out_dtype)
     lse = queries.buffer(tensors.q, num_heads, 1, dtype, fill=-torch.inf)
     residual = queries.buffer(tensors.q, num_heads, 1, dtype)
     for slab in slabs(call, queries, keys, shape):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ... import private_torch
-from ...call.call import Call, Tangents, Tensors, differentiable_positions, out_dtype
+from ...call.call import Call, Tangents, Tensors, differentiable_positions
 from ..blockwise.scores import Scores
 from ..blockwise.tiles import Side, Slab, TileShape, slabs
 from .forward import forward_rows
@@ -24,7 +24,7 @@ def forward(call: Call, tangents: Tangents, shape: TileShape, dtype: torch.dtype
     t = call.tensors
     queries, keys = Side(call, keys=False), Side(call, keys=True)
     num_heads = t.q.shape[1]
-    out, dout = (queries.buffer(t.q, num_heads, t.v.shape[-1], out_dtype(t)) for _ in range(2))
+    out, dout = (queries.buffer(t.q, num_heads, t.v.shape[-1], call.out_dtype) for _ in range(2))
     lse = queries.buffer(t.q, num_heads, 1, dtype, fill=-torch.inf)
     residual, dlse = (queries.buffer(t.q, num_heads, 1, dtype) for _ in range(2))
     results = out, lse, residual, dout, dlse

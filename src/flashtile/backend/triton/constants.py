@@ -48,6 +48,7 @@ class Constants:
     BATCH_INVARIANT: bool = False  # a row sees its blocks in order, and other rows' change nothing
     PART_KEYS: int = 0  # keys of a part (`kernels.decode`)
     EVEN: bool = False  # no block needs masks; that of dq is slower without their code
+    Q_SCALES: bool = False  # queries have scales
 
 
 @dataclass(frozen=True)

@@ -85,8 +85,10 @@ def candidates(problem: Problem, device: Device, needs: Needs | None) -> list[Ca
     """The ways to run a pass, the fastest first."""
     from ..gpu.cost import ranked  # not needed by `import flashtile`
     from ..gpu.rates import rates_of
+    from .eight_bit import problem_of_kernels
     from .plan import candidates, cost
 
+    problem = problem_of_kernels(problem)
     if needs is None:
         ways = [(tile, n, cost.forward(problem, device, tile, n)) for tile, n in candidates.forward(problem, device)]
     else:

@@ -1,4 +1,6 @@
-"""Caches of 8 bits in float64: the numbers of a format, and where the scale of a key is (docs/kvcache.md)."""
+"""Tensors of 8 bits in float64: the numbers of a format, where the scale of a key or query is, and what products of 8
+bits may lose (docs/design/exactness.md).
+"""
 
 from typing import Any
 
@@ -65,3 +67,38 @@ def scales(given: dict[str, Any], name: str, cache: Tensor, batch: int, sequence
     if x.ndim == 2:
         return x[page]
     return x[page, slot if x.shape[1] > 1 else 0]
+
+
+def scales_of_rows(given: dict[str, Any], name: str, sequence: int, rows: Tensor) -> Tensor | None:
+    """Scales `[n, Hq or Hkv]` of dense or packed tokens: q, or keys without pages; `None` if the call has none. `rows`
+    count all tokens.
+    """
+    x, of = given.get(name), given[name[0]]
+    if x is None:
+        return None
+    if x.ndim == 1:
+        return x.expand(len(rows), -1)
+    dense = of.ndim == 4
+    if x.ndim == 3:
+        return x.transpose(1, 2).flatten(0, 1)[rows]
+    if not dense and tuple(x.shape) == (of.shape[1], of.shape[0]):
+        return x.T[rows]
+    return x[sequence].expand(len(rows), -1)
+
+
+# What GPUs lose with queries of 8 bits, beside what the contract allows of every dtype.
+WEIGHT = 2.0**-4  # the error of a weight that is rounded to 8 bits, relative to itself
+LEAST_WEIGHT = 2.0**-11  # errors of the smallest weights of a block, together, relative to the block's largest
+SUM = 2.0**-13  # the last bit of a matrix unit's sum
+BLOCK = 128  # keys of a sum in a matrix unit
+
+
+def lost_by_blocks(weights: Tensor, values: Tensor) -> Tensor:
+    """The sum over blocks of keys of the largest weight `[H, Sq, Sk]` times the largest value `[H, Sk, Dv]`: `[H, Sq,
+    Dv]`. Wherever a backend's blocks begin, theirs are among a block's and its neighbors'.
+    """
+    padding = -weights.shape[-1] % BLOCK
+    w = torch.nn.functional.pad(weights.abs(), (0, padding)).unflatten(-1, (-1, BLOCK)).amax(-1)  # [H, Sq, blocks]
+    v = torch.nn.functional.pad(values.abs().mT, (0, padding)).unflatten(-1, (-1, BLOCK)).amax(-1)  # [H, Dv, blocks]
+    w, v = (torch.nn.functional.max_pool1d(x, 3, 1, 1) if x.shape[-1] > 0 else x for x in (w, v))
+    return torch.nan_to_num(w) @ torch.nan_to_num(v, posinf=0.0).mT

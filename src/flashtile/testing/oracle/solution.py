@@ -14,7 +14,17 @@ from torch import Tensor
 from ..case import Case
 from .backward import backward
 from .cache import Cache
-from .eight_bit import DESCALES, has_eight_bits, scales
+from .eight_bit import (
+    BLOCK,
+    DESCALES,
+    LEAST_WEIGHT,
+    SUM,
+    WEIGHT,
+    has_eight_bits,
+    lost_by_blocks,
+    scales,
+    scales_of_rows,
+)
 from .forward import INF, forward, score_error
 from .packed_rows import numbers
 from .philox import keep_factors
@@ -84,7 +94,9 @@ class _Solution:
                 self.given[name] = self.given[name].float().double()  # no finer than the scores
         self.dense = self.given["q"].ndim == 4
         self.most_rows = self.most_keys = 0  # sizes of one sequence: terms of a key's sums, and of a row's
-        self.on_matrix_units = case.arguments["q"].is_cuda and case.dtype.itemsize == 2
+        on_gpu, eight_bits = case.arguments["q"].is_cuda, has_eight_bits(case.arguments["q"])
+        self.on_matrix_units = on_gpu and case.dtype.itemsize == 2 and not eight_bits
+        self.eight_bit_products = on_gpu and eight_bits
         self.paged = self.given.get("page_table") is not None
         self.score_tensors = tuple(_exact(t) for t in getattr(self.given.get("score_mod"), "tensors", ()))
         self.cache = Cache(self.given, case.dtype, stored.dtype) if "k_cache" in self.given else None
@@ -102,6 +114,7 @@ class _Solution:
         self.A = torch.zeros(out_shape[:2], dtype=torch.float64)
         self.sums = {"out": Sums.zeros(out_shape)}
         self.slack = torch.zeros(out_shape, dtype=torch.float64), torch.zeros(out_shape[:2], dtype=torch.float64)
+        self.lost = torch.zeros(out_shape, dtype=torch.float64)  # what small weights of 8 bits lose
         self.tangents: dict[str, Tensor] = {name: _exact(x) for name, x in case.tangents.items()}
         if columns is not None and "k" in self.tangents:
             self.tangents["v"] = self.tangents["k"][..., :columns]
@@ -135,12 +148,26 @@ class _Solution:
         lse = Expected(lse, lse_dtype, A, score_error=error, sum_error=self._sum_error("lse"))
         out_slack, lse_slack = (self._unpacked(x, name) for x, name in zip(self.slack, ("out", "lse"), strict=True))
         out, lse = replace(results.pop("out"), slack=out_slack), replace(lse, slack=lse_slack)
+        if self.eight_bit_products:
+            out, lse = self._with_eight_bit_products(out, lse)
         if self.tangents:
             tlse, size, more = (self._unpacked(x, "lse") for x in (self.tlse, self.tlse_size, self.A + 1))
             results["tlse"] = Expected(
                 tlse, lse_dtype, more, None, size, size, score_error=error, sum_error=self._sum_error("lse")
             )
         return {"out": out, "lse": lse, **results, **self._caches()}
+
+    def _with_eight_bit_products(self, out: Expected, lse: Expected) -> tuple[Expected, Expected]:
+        """Results with what products of 8 bits may lose: docs/design/exactness.md has the derivation."""
+        assert out.R is not None
+        assert out.slack is not None
+        assert lse.slack is not None
+        of_scores = SUM * out.score_error
+        of_weights = 4 * (WEIGHT + of_scores * out.A) * out.R
+        of_sums = BLOCK / 2 * SUM * (out.reference.abs() + out.R)
+        of_lse = (SUM + of_scores * lse.A) * lse.reference.abs().clamp(min=1)
+        slack = out.slack + of_weights + of_sums + self._unpacked(self.lost, "out")
+        return replace(out, slack=slack), replace(lse, slack=lse.slack + of_lse)
 
     def _sum_error(self, name: str) -> float:
         """That of a sum of 16-bit inputs on a GPU."""
@@ -204,7 +231,7 @@ class _Solution:
             keep = torch.from_numpy(keep_factors(dropout_p, int(arguments["dropout_seed"]), batch, *shape))
         slopes, scale, score_mod = arguments.get("alibi_slopes"), arguments.get("scale"), arguments.get("score_mod")
         sequence = Sequence(
-            q=self.q[q_rows].transpose(0, 1),
+            q=self._queries(batch, q_rows).transpose(0, 1),
             k=self._descaled("k", batch, k_rows).transpose(0, 1),
             v=self._descaled("v", batch, k_rows).transpose(0, 1),
             batch=batch,
@@ -228,6 +255,8 @@ class _Solution:
         results = forward(sequence)
         self.lse[q_rows], self.A[q_rows] = results.lse.T, results.A.T
         self.sums["out"].add_rows(q_rows, results.out)
+        if self.eight_bit_products:
+            self.lost[q_rows] = LEAST_WEIGHT * self._lost(batch, k_rows, results.kept.value).transpose(0, 1)
         for total, part in zip(self.slack, results.slack or (), strict=False):
             total[q_rows] = part.transpose(0, 1)
         if self.tangents:
@@ -249,15 +278,30 @@ class _Solution:
 
     def _descaled(self, name: str, batch: int, rows: Tensor) -> Tensor:
         """Keys or values of one sequence, `[Sk, Hkv, D]`."""
-        x = getattr(self, name)[rows]
-        if self.cache is not None:
-            scale = self.cache.scales(name, batch, rows)
-        elif self.paged:
-            count = len(self.given["cu_seqlens_q"]) - 1
-            scale = scales(self.given, f"{name}_descale", self.given[name], count, batch, rows)
-        else:
-            return x
+        x, scale = getattr(self, name)[rows], self._scales(name, batch, rows)
         return x if scale is None else x * scale[..., None]
+
+    def _scales(self, name: str, batch: int, rows: Tensor) -> Tensor | None:
+        """Scales of keys or values of one sequence, `[Sk, Hkv]`."""
+        if self.cache is not None:
+            return self.cache.scales(name, batch, rows)
+        if self.paged:
+            count = len(self.given["cu_seqlens_q"]) - 1
+            return scales(self.given, f"{name}_descale", self.given[name], count, batch, rows)
+        return scales_of_rows(self.given, f"{name}_descale", batch, rows)
+
+    def _queries(self, batch: int, rows: Tensor) -> Tensor:
+        """Queries of one sequence, `[Sq, Hq, D]`."""
+        x, scale = self.q[rows], scales_of_rows(self.given, "q_descale", batch, rows)
+        return x if scale is None else x * scale.repeat_interleave(x.shape[1] // scale.shape[1], 1)[..., None]
+
+    def _lost(self, batch: int, rows: Tensor, weights: Tensor) -> Tensor:
+        """What small weights of a block may lose, `[Hq, Sq, Dv]`: weights times scales of values are rounded."""
+        v, scale = self.v[rows].transpose(0, 1), self._scales("v", batch, rows)
+        group = weights.shape[0] // v.shape[0]
+        if scale is not None:
+            weights = weights * scale.abs().T.repeat_interleave(group, 0)[:, None]
+        return lost_by_blocks(weights, v.repeat_interleave(group, 0))
 
     def _tangents(self, batch: int, q_rows: Tensor, k_rows: Tensor, shape: tuple[int, int, int]) -> InputTangents:
         t, rows = self.tangents, {"q": q_rows, "k": k_rows, "v": k_rows}

@@ -13,11 +13,11 @@ import triton.language as tl
 
 from . import few_rows, softmax
 from .combine import is_last_split
-from .eight_bit import descales_of_head, scaled_rows
+from .eight_bit import descales_of_head, row_scales, scaled_rows
 from .forward import Partials, inner_loop
 from .kernel import Pointer, Scalar, kernel
 from .masking import BlockInfo, all_masked, key_blocks, key_bounds
-from .parameters import KeyTensor, Params, QueryTensor, RowTensor, ScaleTensor
+from .parameters import KeyTensor, Params, QueryTensor, RowScaleTensor, RowTensor, ScaleTensor
 from .products import scaled, zeros
 from .prologue import batch_index, prologue
 from .rng import block_origin
@@ -31,7 +31,7 @@ AT_ONCE = tl.constexpr(16)  # parts that are loaded at once
 @kernel
 def decode_kernel(
     q: QueryTensor, k: KeyTensor, v: KeyTensor, out: QueryTensor, lse: RowTensor, residual: Pointer, partials: Partials,
-    params: Params, k_descale: ScaleTensor, v_descale: ScaleTensor, num_programs: Scalar,
+    params: Params, q_descale: RowScaleTensor, k_descale: ScaleTensor, v_descale: ScaleTensor, num_programs: Scalar,
     most_parts: Scalar, parts_of_sequence: Scalar, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """As `forward_kernel`, for one query of each sequence, with a group of query heads in each tile.
@@ -65,7 +65,8 @@ def decode_kernel(
         head_rows = head[None, :] if TRANSPOSED else head[:, None]
         rows = position[None, :] if TRANSPOSED else position[:, None]
         kv, info = prologue(k, v, params, work.sequence, b, work.seqlen, head_rows, work.head, CONFIG)
-        descales = descales_of_head(k_descale, v_descale, lengths, b, work.head, kv.seqlen, CONFIG)
+        of_rows = row_scales(q_descale, lengths, b, head, work.head, work.offset + position, exists)
+        descales = descales_of_head(k_descale, v_descale, of_rows, lengths, b, work.head, kv.seqlen, CONFIG)
         last = tl.minimum((work.start + BLOCK_M - 1) // PACK_GQA, work.seqlen - 1)
         blocks = key_blocks(params, work.start // PACK_GQA, last, info.shift, kv.seqlen, CONFIG.BLOCK_N)
         bounds = key_bounds(params, rows, info.shift, kv.seqlen)

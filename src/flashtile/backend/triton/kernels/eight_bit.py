@@ -64,16 +64,30 @@ class Descales(NamedTuple):
 
     k: tl.tensor
     v: tl.tensor
+    q: tl.tensor  # of the rows of a tile, `[M]`, or 1
 
 
 @triton.jit
-def descales_of_head(k_descale, v_descale, lengths, b, head, seqlen, CONFIG: tl.constexpr):
+def descales_of_head(k_descale, v_descale, of_rows, lengths, b, head, seqlen, CONFIG: tl.constexpr):
     K_SCALES: tl.constexpr = CONFIG.K_SCALES
     V_SCALES: tl.constexpr = CONFIG.V_SCALES
     return Descales(
         head_scale(k_descale, lengths, b, head, seqlen, K_SCALES, CONFIG),
         head_scale(v_descale, lengths, b, head, seqlen, V_SCALES, CONFIG),
+        of_rows,
     )
+
+
+@triton.jit
+def row_scales(x, lengths, b, head, head_k, token, exists):
+    """The scales of a tile's queries `[M]`; 1 if there are none."""
+    if x.data is None:
+        return 1.0
+    else:
+        pointers = x.data + b * elements(x.stride_b, 1) + head_k * elements(x.stride_g, 1)
+        pointers += head * elements(x.stride_h, 1) + token * elements(x.stride_m, 1)
+        in_sequence = head < tl.where(b < lengths.batch, 2**30, 0)  # not of tokens that belong to none
+        return tl.load(pointers, mask=exists & in_sequence, other=0.0)
 
 
 @triton.jit
@@ -123,6 +137,18 @@ def scaled_by_key(x, scale, KIND: tl.constexpr, AXIS: tl.constexpr):
         return x * scale
     else:
         return x * tl.expand_dims(scale, AXIS)
+
+
+@triton.jit
+def scaled_scores(product, descales, k_scale, AXIS: tl.constexpr, CONFIG: tl.constexpr):
+    """Products of queries and keys times the scales of both; keys are along the other axis than AXIS."""
+    K_SCALES: tl.constexpr = CONFIG.K_SCALES
+    if not CONFIG.Q_SCALES:
+        return scaled_by_key(product, k_scale, K_SCALES, AXIS)
+    elif K_SCALES == "key":
+        return scaled_by_key(product, k_scale, "key", AXIS) * tl.expand_dims(descales.q, 1 - AXIS)
+    else:  # one factor for each row
+        return product * tl.expand_dims(scaled_by_key(descales.q, k_scale, K_SCALES, AXIS), 1 - AXIS)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from . import scores, softmax
-from .eight_bit import bf16_remainder, number_rows, scaled_by_key, scales_of_tile
+from .eight_bit import bf16_remainder, number_rows, scaled_by_key, scaled_scores, scales_of_tile
 from .keys import load_k, load_pages, load_v_columns, tile_in_pages
 from .masking import mask_edges
 from .products import Sum, Sums, inner_products
@@ -61,7 +61,7 @@ def inner_loop(state, blocks, q_i, rows, kv, descales, params, info, bounds, CON
         keys, keys_exist = (start_n + n)[:, None], exists[:, None]
         k_j = number_rows(load_k(kv, tile, exists, CONFIG), KEYS, D, CONFIG)  # [N, D]
         k_scale = scales_of_tile(descales.k, kv, tile, start_n, K_SCALES, CONFIG)
-        kq = scaled_by_key(inner_products(k_j, q_i, D, CONFIG), k_scale, K_SCALES, 1)  # [N, M]
+        kq = scaled_scores(inner_products(k_j, q_i, D, CONFIG), descales, k_scale, 1, CONFIG)  # [N, M]
         t = scores.forward(kq, params, info, rows, keys, keys_exist, False).t
         t = mask_edges(t, -INFINITY, bounds, blocks, start_n, params, info, rows, keys, keys_exist, IN_RANGE)
         m, alpha, p = softmax.update(RowState(m, state.l, acc), t, info.factor, False, CONFIG.NATURAL, AXIS=0)

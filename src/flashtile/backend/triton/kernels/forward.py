@@ -10,7 +10,16 @@ import triton
 import triton.language as tl
 
 from . import combine, few_rows, scores, softmax
-from .eight_bit import bf16_remainder, descales_of_head, number_rows, scaled_by_key, scaled_rows, scales_of_tile
+from .eight_bit import (
+    bf16_remainder,
+    descales_of_head,
+    number_rows,
+    row_scales,
+    scaled_by_key,
+    scaled_rows,
+    scaled_scores,
+    scales_of_tile,
+)
 from .kernel import Pointer, Scalar, kernel
 from .keys import load_k, load_pages, load_v, tile_in_pages
 from .masking import (
@@ -25,7 +34,7 @@ from .masking import (
     nth_visit,
     num_visits,
 )
-from .parameters import KeyTensor, Params, QueryTensor, RowTensor, ScaleTensor
+from .parameters import KeyTensor, Params, QueryTensor, RowScaleTensor, RowTensor, ScaleTensor
 from .products import Sum, Sums, add_product, inner_products, scaled, zeros
 from .prologue import batch_index, prologue
 from .rng import keep_mask
@@ -47,7 +56,7 @@ class Partials(NamedTuple):
 @kernel
 def forward_kernel(
     q: QueryTensor, k: KeyTensor, v: KeyTensor, out: QueryTensor, lse: RowTensor, residual: Pointer, partials: Partials,
-    params: Params, k_descale: ScaleTensor, v_descale: ScaleTensor, CONFIG: tl.constexpr,
+    params: Params, q_descale: RowScaleTensor, k_descale: ScaleTensor, v_descale: ScaleTensor, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """`out [B, H, Sq, Dv]`, `lse [B, H, Sq]` and its residual of natural scores, or packed."""
     V_SCALES: tl.constexpr = CONFIG.V_SCALES
@@ -80,7 +89,8 @@ def forward_kernel(
         head_rows = head[None, :] if TRANSPOSED else head[:, None]
         kv, info = prologue(k, v, params, work.sequence, b, work.seqlen, head_rows, head_k, CONFIG)
 
-        descales = descales_of_head(k_descale, v_descale, lengths, b, head_k, kv.seqlen, CONFIG)
+        of_rows = row_scales(q_descale, lengths, b, head, head_k, token, exists)
+        descales = descales_of_head(k_descale, v_descale, of_rows, lengths, b, head_k, kv.seqlen, CONFIG)
         last = tl.minimum((work.start + BLOCK_M - 1) // PACK_GQA, work.seqlen - 1)
         blocks = key_blocks(params, work.start // PACK_GQA, last, info.shift, kv.seqlen, CONFIG.BLOCK_N)
         if SPLITS > 1:
@@ -185,7 +195,7 @@ def inner_loop(
         keys = start_n + tl.arange(0, BLOCK_N)[None, :]  # [1, N]
         keys_exist = None if exists is None else exists[None, :]
         k_scale = scales_of_tile(descales.k, kv, tile, start_n, K_SCALES, CONFIG)
-        qk = scaled_by_key(inner_products(q_i, k_j, D, CONFIG), k_scale, K_SCALES, 0)
+        qk = scaled_scores(inner_products(q_i, k_j, D, CONFIG), descales, k_scale, 0, CONFIG)
         s = scores.forward(qk, params, info, rows, keys, keys_exist, CONFIG.COMPENSATED)  # [M, N]
         if edges is None:
             t = mask_fill(s.t, -INFINITY, bounds, params, info, rows, keys, keys_exist, MASKED, BOUNDED)

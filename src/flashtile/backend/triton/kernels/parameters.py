@@ -38,6 +38,16 @@ class ScaleTensor(NamedTuple):
     stride_h: Scalar
 
 
+class RowScaleTensor(NamedTuple):
+    """Scales of queries of 8 bits, fp32 `[B|1, Hq or Hkv, rows|1]`; stride 0 of what is not told apart."""
+
+    data: Pointer
+    stride_b: Scalar
+    stride_h: Scalar  # from query head to query head
+    stride_g: Scalar  # from key head to key head
+    stride_m: Scalar
+
+
 class RowTensor(NamedTuple):
     """One value a row, contiguous: `[B, H, Sq]` or `[H, T]`."""
 

@@ -1,19 +1,64 @@
 """The arguments of kernels that read or write keys and values of 8 bits."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ....call.call import Tensors
+from ....call import eight_bit_layouts as layouts
+from ....call.call import Call, Tensors
 from ....call.device import describe_device
-from ....call.eight_bit import FORMATS, bits, is_eight_bit, scales_of_pages
+from ....call.eight_bit import DESCALES, FORMATS, bits, is_eight_bit, key_scales, query_scales, scales_of_pages
 from ....call.problem import alignment
 from ...gpu.pointers import Described
+from ...gpu.replay import Recorder
+from ...scalars import rows_last
+from ..eight_bit import of_queries
 
 DIMENSIONS = "bpnh"  # dimensions of scales: sequences, pages, slots, heads
 NATIVE_E4M3 = 89  # the first compute capability with conversions of float8_e4m3fn
+
+
+def with_numbers(recorder: Recorder, call: Call) -> Call:
+    """The call with keys of 8 bits in pages, and queries of 8 bits as 16-bit numbers, which stand for them exactly; its
+    tensors are the recorder's. Scales stay apart.
+    """
+    if not is_eight_bit(call.tensors.k):
+        return call
+    dtype, call = call.out_dtype, in_pages(recorder, call)
+    if not is_eight_bit(call.tensors.q):
+        return call
+    t = call.tensors
+    by_key = (
+        scale_kinds(descales(t))["V_SCALES"] == "key" and not t.q.is_cpu
+    )  # whose interpreter multiplies no bfloat16
+    q = recorder.op(partial(Tensor.to, dtype=of_queries(v_by_key=by_key)), t.q)
+    settings = call.settings._replace(out_dtype=str(dtype).removeprefix("torch."))
+    return call._replace(tensors=t._replace(q=q), settings=settings)
+
+
+def in_pages(recorder: Recorder, call: Call) -> Call:
+    """As `eight_bit_layouts.in_pages`, of the recorder's tensors."""
+    if call.layout == "paged":
+        return call
+    k, v = (recorder.op(rows_last, x) for x in call.tensors[1:3])
+    call = call._replace(tensors=call.tensors._replace(k=k, v=v))
+    t, layout, most, batch = call.tensors, call.layout, layouts.most_keys(call), layouts.batch_of(call)
+    views = {name: recorder.view(x, layouts.as_pages(x)) for name, x in (("k", k), ("v", v))}
+    for name in DESCALES:
+        x = getattr(t, name)
+        view = None if x is None else key_scales(x, k, batch, layout)
+        views |= {} if x is None or view is None else {name: recorder.view(x, view)}
+    tensors = t._replace(**views)
+    if layout == "dense":
+        table = recorder.constant(partial(layouts.page_of_sequence, batch, k.device))
+        lengths = recorder.constant(partial(layouts.keys_of_sequence, batch, most, k.device))
+        tensors = tensors._replace(page_table=table, seqused_k=lengths)
+    else:
+        tensors = tensors._replace(page_table=recorder.op(partial(layouts.pages_of_tokens, most), t.cu_seqlens_k))
+    return call._replace(tensors=tensors, settings=call.settings._replace(max_seqlen_k=most))
 
 
 def key_pointer(x: Tensor) -> Tensor | Described:
@@ -62,6 +107,24 @@ def scale_pointers(t: Tensors) -> dict[str, Tensor | None]:
     return {"k_descale": t.k_descale, "v_descale": t.v_descale}
 
 
+def row_scale_strides(call: Call) -> dict[str, int | None]:
+    """Strides of the scales of queries; 0 of dimensions that a scale does not depend on."""
+    t = call.tensors
+    if t.q_descale is None:
+        return {f"stride_q_descale_{dim}": None for dim in "bhgm"}
+    heads_kv = t.k.shape[1 if call.layout == "dense" else -2]
+    x = query_scales(t.q_descale, t.q, heads_kv, layouts.batch_of(call))
+    assert x is not None
+    b, h, m = (stride if n > 1 else 0 for n, stride in zip(x.shape, x.stride(), strict=True))
+    of_q, of_k = (h, 0) if x.shape[1] == t.q.shape[1] else (0, h)
+    return {f"stride_q_descale_{dim}": n for dim, n in zip("bhgm", (b, of_q, of_k, m), strict=True)}
+
+
+def strides(call: Call) -> dict[str, int | None]:
+    """The strides of all scales of a forward pass."""
+    return scale_strides(descales(call.tensors)) | row_scale_strides(call)
+
+
 def scale_strides(views: Mapping[str, Tensor | None]) -> dict[str, int | None]:
     """Strides of scales; 0 of dimensions that a scale does not depend on."""
     found: dict[str, int | None] = {}
@@ -80,7 +143,8 @@ def constants(t: Tensors) -> dict[str, Any]:
     if kinds["V_SCALES"] == "key" and t.q.dtype is torch.float16:
         values = "fp32" if t.q.is_cpu else "bf16x2"
     ptx = describe_device(t.k.device).arch.startswith("sm_")
-    return {"KEY_FORMAT": key_format(t.k), "PTX": t.k.dtype.itemsize == 1 and ptx, "VALUES": values, **kinds}
+    numbers = {"KEY_FORMAT": key_format(t.k), "PTX": t.k.dtype.itemsize == 1 and ptx, "VALUES": values}
+    return numbers | kinds | {"Q_SCALES": t.q_descale is not None}
 
 
 def scale_kinds(views: Mapping[str, Tensor | None]) -> dict[str, str]:

@@ -39,6 +39,8 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bo
     """Record the forward pass of a call whose tensors belong to the recorder; returns `out`, `lse` and, with lists of a
     mask tensor, the states of its blocks. `in_order`: each sequence's page has its number.
     """
+    in_order = in_order or call.layout == "dense"
+    call = eight_bit.with_numbers(recorder, call)
     call = with_aligned_bias(recorder, with_contiguous_keys(recorder, call), ALIGNED_FROM)
     t = call.tensors
     q, k, v = (recorder.op(rows_last, x) for x in t[:3])
@@ -46,7 +48,7 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bo
     lse = split_row_stats(q, row_stats)[0]
     out = t.out
     if out is None:
-        out = args.new_result(recorder, call, new_rows(t.q, q.shape[1], v.shape[-1], q.dtype), 0)
+        out = args.new_result(recorder, call, new_rows(t.q, q.shape[1], v.shape[-1], call.out_dtype), 0)
     config, pack_gqa, part_keys = called_tile(plan.tile, call).forward, plan.tile.pack_gqa, plan.tile.part_keys
     if config.mma and not all(args.is_aligned(x) for x in (q, k, v, out)):
         assert plan.tile.given_splits is not None
@@ -61,7 +63,7 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bo
     stride_split: dict[str, Any] = {}
     if not config.mma:
         partials = dict.fromkeys(("partial_out", "partial_lse", "partial_residual", "semaphores"))
-        partials |= eight_bit.scale_pointers(t)
+        partials |= eight_bit.scale_pointers(t) | {"q_descale": t.q_descale}
         stride_split = {"stride_partials_split": None if splits == 1 or part_keys else lse.numel()}
     turns = {"heads_at_once": args.heads_at_once(call, q.shape[1] * args.dense_batch(q))} if config.mma else {}
     dealt = args.part_scalars(call, part_keys, splits) if part_keys else {}
@@ -98,14 +100,14 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bo
                 pack_gqa,
                 1 if part_keys else splits,
                 key_align,
-                IN_ORDER=in_order,
+                IN_ORDER=in_order and t.page_table is not None,
                 BATCH_INVARIANT=call.settings.batch_invariant,
                 PART_KEYS=part_keys,
             ),
             **stride_split,
             **dealt,
             **turns,
-            **({} if config.mma else eight_bit.scale_strides(eight_bit.descales(t))),
+            **({} if config.mma else eight_bit.strides(call)),
             "num_tiles": tiles,
         },
     )
