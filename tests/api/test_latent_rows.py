@@ -100,6 +100,7 @@ def test_compiled() -> None:
         ({"k_cache": torch.zeros(2, 1, 40, 655, dtype=torch.uint8)}, "k_cache"),
         ({"k_cache": torch.zeros(2, 1, 40, 1312, dtype=torch.uint8)[..., ::2]}, "k_cache"),
         ({"k": torch.zeros(2, 1, 1, 656)}, "k"),
+        ({"q": torch.zeros(2, 4, 1, 576).to(torch.float8_e4m3fn)}, "q"),
         ({"k_descale": torch.ones(1)}, "k_descale"),
     ],
 )  # fmt: skip

@@ -94,8 +94,6 @@ def tensors(call: Call) -> None:
             if x.dtype != t.k.dtype:
                 fail(name, x, f"the dtype of k, {t.k.dtype}")
         elif x.dtype is eight_bit.QUERIES and name == "q":
-            if is_packed:
-                fail(name, x, "16 bits or more over rows of 656 bytes")
             queries_of_eight_bits(call)
         elif t.q.dtype is eight_bit.QUERIES:
             fail(name, x, f"{eight_bit.DTYPES_IN_WORDS}, as q has 8 bits")

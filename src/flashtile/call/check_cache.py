@@ -136,6 +136,8 @@ def check_cache(cache: CacheTensors, features: Tensors, *, v_dim: int | None = N
     widths = cache.k_cache.shape[-1], q.shape[-1], v_dim
     if packed and (widths != latent_rows.WIDTHS or cache.k_cache.stride(-1) != 1):
         fail("k_cache", latent_rows.IN_WORDS)
+    if packed and is_eight_bit(q):
+        raise ArgumentError("q", q, "16 bits or more over rows of 656 bytes", EXAMPLE)
     if not packed and widths[0] != widths[1]:
         fail("k_cache", f"the head dimension of q, {q.shape[-1]}")
     heads_kv = cache.k_cache.shape[2 if paged else 1]

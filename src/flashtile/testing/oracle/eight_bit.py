@@ -100,5 +100,5 @@ def lost_by_blocks(weights: Tensor, values: Tensor) -> Tensor:
     padding = -weights.shape[-1] % BLOCK
     w = torch.nn.functional.pad(weights.abs(), (0, padding)).unflatten(-1, (-1, BLOCK)).amax(-1)  # [H, Sq, blocks]
     v = torch.nn.functional.pad(values.abs().mT, (0, padding)).unflatten(-1, (-1, BLOCK)).amax(-1)  # [H, Dv, blocks]
-    w, v = (torch.nn.functional.max_pool1d(x, 3, 1, 1) if x.shape[-1] > 0 else x for x in (w, v))
+    w, v = (torch.nn.functional.max_pool1d(x, 3, 1, 1) if x.numel() > 0 else x for x in (w, v))
     return torch.nan_to_num(w) @ torch.nan_to_num(v, posinf=0.0).mT
