@@ -37,7 +37,7 @@ from flashtile.backend.user_files import CACHE_VARIABLE
 
 WAIT = 0.2  # seconds lost that a person notices
 SHORTEST = 16  # keys
-EMPTY, FULL, ARCHIVE = "empty cache", "full cache", "archive"
+STATES = EMPTY, FULL, ARCHIVE = "empty cache", "full cache", "archive"
 CACHES = (CACHE_VARIABLE, "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 Tensors = dict[str, torch.Tensor]
 Forward = Callable[[], torch.Tensor]
@@ -232,7 +232,9 @@ def row(name: str, provider: str, options: argparse.Namespace, end: float) -> di
     """The measurements of one workload and provider, by the state of the caches."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        for state in (EMPTY, FULL, ARCHIVE):
+        for state in STATES:
+            if state not in options.states:
+                continue
             if (state == ARCHIVE and (options.archive is None or provider != "flashtile")) or (
                 state == FULL and provider not in ("flashtile", "FlexAttention")
             ):
@@ -284,6 +286,8 @@ def main() -> None:
     parser.add_argument("--fa3", help="the module of FlashAttention-3")
     parser.add_argument("--lengths", type=int, default=60, help="random lengths of a workload")
     parser.add_argument("--longest", type=int, help="keys at most; by default the workload's, on a CPU 600")
+    parser.add_argument("--states", nargs="*", choices=STATES, default=STATES, help="of caches")
+    parser.add_argument("--providers", nargs="*", help="libraries; by default all")
     parser.add_argument("--only", default="", help="workloads whose name contains this")
     parser.add_argument("--seconds", type=float, default=290, help="for everything")
     parser.add_argument("--jobs", type=int, help="processes at once; by default 4 on a GPU, 1 on a CPU")
@@ -297,7 +301,8 @@ def main() -> None:
         print(json.dumps(measured(WORKLOADS[options.task], providers(options)[options.provider], options)))
         return
     end, names = time.monotonic() + options.seconds, [name for name in WORKLOADS if options.only in name]
-    pairs = [(name, provider) for provider in providers(options) for name in names]
+    chosen = options.providers or [*providers(options)]
+    pairs = [(name, provider) for provider in chosen for name in names]
     with ThreadPoolExecutor(options.jobs or (4 if on_gpu else 1)) as pool:
         rows = [*pool.map(lambda pair: row(pair[0], pair[1], options, end), pairs)]
     found: dict[str, Any] = {"device": torch.cuda.get_device_name() if on_gpu else "cpu", "torch": torch.__version__}
