@@ -277,8 +277,8 @@ def test_a_slow_gate_examines_less_and_says_so(monkeypatch: pytest.MonkeyPatch) 
     )
     found = gate(settings, lambda: None)
     assert found.ok
-    assert "3 of 30 random problems over every feature (then the time was up)" in found.summary
-    assert "3 of 30 with captured values (then the time was up)" in found.summary
+    assert "4 of 32 random problems over every feature (then the time was up)" in found.summary
+    assert "4 of 32 with captured values (then the time was up)" in found.summary
 
 
 def test_without_the_course_the_report_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,7 @@ def train(
     cos, sin = rotary_tables(seqlen, model.shape.head_dim, model.embedding.weight)
     tables = processes.rows(cos, 0), processes.rows(sin, 0)
     data, generator = text(), torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.95), fused=True)
     for step in range(steps):
         warmed = min(1.0, (step + 1) / 10)
         for group in optimizer.param_groups:

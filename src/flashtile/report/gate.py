@@ -23,8 +23,13 @@ class Kind:
 
     name: str  # in tables
     words: str  # after the number of problems: "random problems over every feature"
-    requested: int  # problems; time may run out before some of them
     report: Report
+
+    @property
+    def requested(self) -> int:
+        """Problems; time may run out before some of them."""
+        problems = self.report.problems
+        return len(problems.seeds) * len(problems.variations) + len(problems.long)
 
     @property
     def examined(self) -> int:
@@ -41,13 +46,16 @@ def gate(settings: Settings, advance: Callable[[], None]) -> Section:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "captured.pt")
         Source(captured(2, 512)).save(path)
-        random = Problems(range(settings.cases), names, settings.device, None, None)
-        real = Problems(range(settings.captured_cases), names, settings.device, None, path)
+        random, real = (
+            Problems(range(-(-cases // varied)), names, settings.device, None, values, variations=range(varied))
+            for cases, values in ((settings.cases, None), (settings.captured_cases, path))
+            for varied in (min(settings.variations, cases),)
+        )
         long = Problems(range(0), names, settings.device, None, None, long=range(settings.long_cases))
         kinds = [
-            Kind("random", "random problems over every feature", settings.cases, examined(settings, random, advance)),
-            Kind("captured", "with captured values", settings.captured_cases, examined(settings, real, advance)),
-            Kind("long", "of up to 2**20 keys or rows", settings.long_cases, examined(settings, long, advance)),
+            Kind("random", "random problems over every feature", examined(settings, random, advance)),
+            Kind("captured", "with captured values", examined(settings, real, advance)),
+            Kind("long", "of up to 2**20 keys or rows", examined(settings, long, advance)),
         ]
     return section_of(kinds)
 
@@ -58,7 +66,8 @@ def examined(settings: Settings, problems: Problems, advance: Callable[[], None]
     with closing(examine(problems, settings.gate_jobs)) as batches:
         for batch in batches:
             outcomes += batch
-            advance()
+            for _ in range(len(batch) // len(problems.backends)):
+                advance()
             seconds = time.perf_counter() - start
             if len(outcomes) >= FEWEST * len(problems.backends) and seconds > settings.gate_seconds:
                 break

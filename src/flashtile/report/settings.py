@@ -43,7 +43,8 @@ class Settings:
     cases: int = 120  # random problems of the gate
     captured_cases: int = 40
     long_cases: int = 4
-    gate_seconds: float = 15.0  # time of each kind; problems after these are left out, and the page says so
+    variations: int = 1  # problems that differ in lengths and values alone, of each kernel that the gate compiles
+    gate_seconds: float = 30.0  # time of each kind; problems after these are left out, and the page says so
     gate_jobs: int = 1  # processes
     steps: int = STEPS  # steps of training, however long they take: captured inputs follow from them
     models_seconds: float = 20.0  # for cells of real models; cells after these are left out, and the page says so
@@ -78,7 +79,9 @@ def settings_for(device: torch.device, quick: bool) -> Settings:
             quick=quick,
             cases=120 if quick else 1000,
             captured_cases=40 if quick else 300,
-            gate_seconds=15.0 if quick else 600.0,
+            variations=4 if quick else 1,
+            gate_seconds=30.0 if quick else 600.0,
+            gate_jobs=default_jobs(),
             long_heads=2,
             **({} if quick else LONG_MODELS),
         )
@@ -97,6 +100,7 @@ def settings_for(device: torch.device, quick: bool) -> Settings:
         tokens=16384,
         cases=120 if quick else 1000,
         captured_cases=40 if quick else 300,
+        variations=4 if quick else 1,
         gate_seconds=12.0 if quick else 600.0,
         gate_jobs=default_jobs(),
         **({} if quick else LONG_MODELS),
