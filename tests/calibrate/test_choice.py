@@ -25,8 +25,9 @@ MEAN = {"h100": 0.01, "h200": 0.014, "sm80": 0.0125}  # of the best time
 FAR = 0.08  # of the best time
 MOST_FAR = {"h100": 0.04, "h200": 0.05, "sm80": 0.05}  # of the calls
 ALONE = 0.4  # of the best time, of any call
-MOST_ALONE = {"h100": 0, "h200": 1, "sm80": 0}  # calls: 11 packed sequences of 14 to 34 tokens, which no plan knows
-LEAST_OF_KIND = {"h100": 20, "h200": 10, "sm80": 20}  # calls
+MOST_ALONE = {"h100": 1, "h200": 1, "sm80": 0}  # calls: packed sequences of few tokens, whose lengths no plan knows
+MOST_UNKNOWN = 0.03  # of the calls, whose choice was not measured
+LEAST_OF_KIND = {"h100": 20, "h200": 9, "sm80": 18}  # calls
 
 
 class Choice(NamedTuple):
@@ -37,21 +38,26 @@ class Choice(NamedTuple):
 
 @pytest.fixture(scope="module", params=MEASURED)
 def choices(request: pytest.FixtureRequest) -> list[Choice]:
-    return [Choice(request.param, row, loss(row, MEASURED[request.param])) for row in rows_of(request.param)]
+    chip, rows = request.param, rows_of(request.param)
+    losses = [loss(row, MEASURED[chip]) for row in rows]
+    assert losses.count(None) <= MOST_UNKNOWN * len(rows)
+    return [Choice(chip, row, x) for row, x in zip(rows, losses, strict=True) if x is not None]
 
 
 def rows_of(chip: str) -> list[Row]:
     return list(read(RESULTS / f"candidates-{chip}.jsonl"))
 
 
-def loss(row: Row, device: Device) -> float:
-    """What the chosen plan takes more than the best one."""
+def loss(row: Row, device: Device) -> float | None:
+    """What the chosen plan takes more than the best one; `None` if it was not measured."""
     with meta_tensors_on(device):
         subject = Subject.of(row.cell, torch.device("meta"))
-        measured = [(name, plan) for name, plan in plans(subject, every=True) if name in row.times]
-    first = {plan.backend: (plan.microseconds, name) for name, plan in reversed(measured)}  # what a backend would take
+        found = [(name, plan) for name, plan in plans(subject, every=True) if name not in row.refused]
+    first = {plan.backend: (plan.microseconds, name) for name, plan in reversed(found)}  # what a backend would take
     _, chosen = min(first.values())
-    return row.times[chosen][0] / min(row.times[name][0] for name, _ in measured) - 1
+    if chosen not in row.times:
+        return None
+    return row.times[chosen][0] / min(row.times[name][0] for name, _ in found if name in row.times) - 1
 
 
 @pytest.mark.parametrize("chip", MEASURED)

@@ -11,7 +11,7 @@ from ..backend.gpu.rates import ESTIMATED, KERNEL, products
 ROUNDS, ALIKE = 14, 4  # rounds of deciding what bounds a call, and rounds in which all errors count alike
 # Rates of limits at first: what nothing waits for has no least squares. They stay within a factor of BOUND, and bytes
 # are no faster than memory.
-START, BOUND = {"byte": 3e-7, "held byte": 1.5e-7, "hopper request": 1.2e-3}, 2.0
+START, BOUND = {"byte": 3e-7, "hopper request": 1.2e-3}, 2.0
 RIDGE, EXCHANGES = 1e-7, 200  # constants of the least squares
 PRIOR, PRODUCT = 0.01, 5e-7  # weight of what is expected, and microseconds of a product of most kernels
 OUTLIER = 0.2  # part of the time, from which an error counts less

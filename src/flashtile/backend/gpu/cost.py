@@ -14,7 +14,7 @@ OVERLAP = 4  # exponent of a sum that is little more than its largest part
 NEARLY = 1.04  # times the least time
 SHOWN_KEYS = 2048  # keys of a row that a mask function is expected to show, as in packed documents
 L2_BYTES = 24 * 2**20  # part of the L2 cache for what is read again
-HELD_BYTES = 2 * L2_BYTES  # of a call, up to which its inputs stay in the L2 cache from call to call
+HELD_BYTES = 2 * L2_BYTES  # up to which the rows of a call stay in the L2 cache from call to call
 
 
 class Counts(defaultdict[str, float]):
@@ -101,8 +101,8 @@ def add_work(counts: Counts, kernel: str, name: str, work: Work, tile: Any, prob
 
 
 def memory(count: float, problem: Problem) -> dict[str, float]:
-    """The limit of so many bytes, for a call whose rows come from memory or are still in the L2 cache."""
-    return {"byte" if rows_bytes(problem) > HELD_BYTES else "held byte": count}
+    """The limit of so many bytes of a call, unless its rows are still in the L2 cache."""
+    return {"byte": count} if rows_bytes(problem) > HELD_BYTES else {}
 
 
 def rows_bytes(problem: Problem) -> float:

@@ -15,7 +15,7 @@ from ..tile_config import BlockedSecond, FusedConfig, KernelConfig, TileConfig
 from . import tables
 
 REGISTERS = 2**16  # registers of a core
-MERGED_AT_ONCE, MERGE_REGISTERS = 16, 64  # of `kernels.combine`: splits that it loads together, and their numbers
+MERGED_AT_ONCE, MERGE_REGISTERS = 16, 64  # splits that `kernels.combine` loads together, and their numbers
 OWN_REGISTERS, MOST_REGISTERS = 40, 255  # registers of a thread, for addresses and the like, and in all
 STATISTICS = 8  # 16-bit words of each row
 MOST_TANGENT_PRODUCTS = 6
@@ -126,6 +126,7 @@ def forward(problem: Problem, device: Device, config: TileConfig, splits: int = 
 def add_merge(counts: Counts, splits: int, numbers: float, rounds: int) -> None:
     """Add the work of merging so many float32 numbers of each split, written and read, in rounds of rows."""
     counts["merge triton"] += 1
+    counts["merge triton split"] += splits
     if splits <= MERGED_AT_ONCE:
         counts["merge triton round"] += rounds
     else:
