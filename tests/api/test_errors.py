@@ -75,7 +75,7 @@ TENSORS = [
     for entry in (
         *wrong(name, None, 1.0, "q", [1.0], np.zeros((2, 2, 7, 8), np.float32)),
         *wrong(name, x[0], x[None], torch.tensor(1.0), x[..., :0], x.flatten()),
-        *wrong(name, x.int(), x.bool(), x.to(torch.complex64), x.to(torch.float8_e4m3fn)),
+        *wrong(name, x.int(), x.bool(), x.to(torch.complex64), x.to(torch.float8_e4m3fnuz)),
         *wrong(name, x.to_sparse(), x[0, 0].to_sparse_csr(), x.to_mkldnn()),
         *wrong(name, nested(torch.strided), nested(torch.jagged)),
     )

@@ -66,7 +66,7 @@ def test_the_example_is_the_call_that_was_meant(
 @pytest.mark.parametrize(
     ("call", "keyword", "answer"),
     [
-        (attention, "windw", "`window`? The arguments are q, k, v, causal, window, "),
+        (attention, "windw", "`window`? The arguments are q, k, v, q_descale, k_descale, v_descale, causal, window, "),
         (attention, "softmax_scale", "`scale`\n  a call that works: flashtile.attention(q, k, v, scale=0.125)"),
         (attention, "max_seqlen_q", "`max_seqlen_q` in flashtile.attention_varlen"),
         (varlen, "block_table", "flashtile.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, page_table=table)"),

@@ -82,6 +82,5 @@ def keys_of(head: Head, keys: int) -> float:
 
 def padded(rows: int, dtype: torch.dtype) -> int:
     """Rows of a task that are computed: whole vectors."""
-    width = targets.requested_width() or targets.usable_widths()[0]
-    lanes = targets.make_target(width).vector_bytes // accumulation_dtype(dtype).itemsize
+    lanes = targets.timed().vector_bytes // accumulation_dtype(dtype).itemsize
     return -(-rows // lanes) * lanes

@@ -35,14 +35,16 @@ class Compiled(NamedTuple):
 def standard_kernels(width: str, dtype: str) -> Iterator[CpuKernel]:
     """The kernels of calls without score functions, for every length, head dimension and visibility, which are
     arguments: for panels of few and of many rows, and features that are whole vectors or not. Those of frequent
-    features, one at a time, have whole vectors.
+    features, one at a time, have whole vectors, or forward's matrix tiles.
     """
     target = make_target(width)
     matrix_tiles = target.tiles is not None and dtype == "bfloat16"
     for vectors, whole in itertools.product((1, target.vectors), (True, False)):
         plain = Variant(dtype, vectors, row_values=whole)
-        for variant in (plain, *with_features(plain)) if whole else (plain,):
-            yield CpuKernel(BACKWARD, variant, target)
+        tiles_of_features = matrix_tiles and not whole
+        for variant in (plain, *with_features(plain)) if whole or tiles_of_features else (plain,):
+            if variant == plain or not tiles_of_features:
+                yield CpuKernel(BACKWARD, variant, target)
             if not variant.bias_gradient and not variant.slope_gradient and not (matrix_tiles and whole):
                 yield CpuKernel(FORWARD, variant._replace(tiles=matrix_tiles), target)
     for variant in (plain := Variant(dtype, vectors=1, row_values=True, decode=True), *with_features(plain)):

@@ -220,7 +220,7 @@ def test_decoding_has_vectors_that_features_fill(monkeypatch: pytest.MonkeyPatch
 
     def width(head_dim: int, rows: int, dtype: torch.dtype = torch.float32) -> int | None:
         q, k = torch.empty(1, rows, 1, head_dim, dtype=dtype), torch.empty(1, 1, 9, head_dim, dtype=dtype)
-        tile = support.TileConfig(rows, 96)
+        tile = support.TileConfig(rows, 96, decodes=True)
         target = arguments.decode_target(Call(Tensors(q, k, k), Settings(scale=1.0)), tile)
         return None if target is None else target.vector_bytes
 

@@ -38,7 +38,7 @@ class CpuRates(defaultdict[str, float]):
 
 def rates_here() -> CpuRates:
     """The rates of this processor with the vectors that kernels use, or the nearest one's, scaled."""
-    return _rates(processor_name(), targets.requested_width() or targets.usable_widths()[0])
+    return _rates(processor_name(), targets.timed().width)
 
 
 @functools.cache

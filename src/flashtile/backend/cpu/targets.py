@@ -102,6 +102,11 @@ def _host(requested: str | None) -> Target:
     return make_target(requested or usable_widths()[0])
 
 
+def timed() -> Target:
+    """The target of expected times: this machine's, also where the environment variable names none that it has."""
+    return make_target(usable_widths()[0]) if misconfigured() else host()
+
+
 def host_width(tiles: bool) -> str:
     """The name of this machine's widest vectors, or of its matrix tiles if a kernel uses them."""
     width = requested_width() or usable_widths()[0]

@@ -63,7 +63,7 @@ def latent_kernel(
         q_rope = tl.load(q_rows + LATENT + tl.arange(0, ROPE)[None, :], mask=exists[:, None], other=0.0)
         kv, info = prologue(k, v, params, work.sequence, b, work.seqlen, head[:, None], work.head, CONFIG)
 
-        descales = descales_of_head(k_descale, v_descale, lengths, b, work.head, kv.seqlen, CONFIG)
+        descales = descales_of_head(k_descale, v_descale, 1.0, lengths, b, work.head, kv.seqlen, CONFIG)
         last = tl.minimum((work.start + BLOCK_M - 1) // PACK_GQA, work.seqlen - 1)
         blocks = key_blocks(params, work.start // PACK_GQA, last, info.shift, kv.seqlen, CONFIG.BLOCK_N)
         if SPLITS > 1:
