@@ -5,15 +5,14 @@ microseconds on one thread.
 import functools
 import platform
 import sys
-import tomllib
 from collections import defaultdict
 from collections.abc import Mapping
-from importlib import resources
 from typing import Any
 
+from ..rate_files import rate_files
 from . import targets
 
-FOLDER, KIND = "rates", "cpu"
+KIND = "cpu"
 OUTSIDE_OF_VECTORS = ("launch", "launch backward", "thread")
 WORTH = 4  # times that it takes to start a thread, which its work takes at least
 
@@ -43,11 +42,10 @@ def rates_here() -> CpuRates:
 
 @functools.cache
 def _rates(name: str, width: str) -> CpuRates:
-    folder = resources.files("flashtile") / FOLDER
-    found = [(x.name, tomllib.loads(x.read_text())) for x in folder.iterdir() if x.name.endswith(".toml")]
-    files = sorted((file, content) for file, content in found if content["chip"].get("kind") == KIND)
-    file, content = min(files, key=lambda x: (x[1]["chip"]["name"] != name, x[1]["chip"]["vectors"] != width, x[0]))
-    return scaled(content, name, width, f"{FOLDER}/{file}")
+    file, content = min(
+        rate_files(KIND), key=lambda x: (x[1]["chip"]["name"] != name, x[1]["chip"]["vectors"] != width, x[0])
+    )
+    return scaled(content, name, width, file)
 
 
 def scaled(content: Mapping[str, Any], name: str, width: str, about: str) -> CpuRates:

@@ -2,17 +2,15 @@
 
 import functools
 import re
-import tomllib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from statistics import median
 from typing import Any
 
 from ...call.device import Device
+from ..rate_files import rate_files
 from .chips import unlike
 
-FOLDER = "rates"
 KERNEL = re.compile(r"(?P<kernel>.+?) (?P<d>\d+)(/(?P<dv>\d+))? (?P<m>\d+)x(?P<n>\d+)(x\d+x\d+)?(?P<variant> .+)?")
 PARTS = ("tile", "step", "edge")
 # Kinds of kernels none of which was measured: a kind that multiplies alike, and how many times its products they have.
@@ -66,27 +64,19 @@ def products(kernel: re.Match[str]) -> int:
 @functools.cache
 def rates_of(device: Device) -> Rates:
     """The rates of a device: its chip's, or the scaled rates of the nearest chip that was measured."""
-    return nearest(files(), device)
+    return nearest(rate_files(), device)
 
 
 def rates_of_like(device: Device) -> Rates:
     """The scaled rates of the nearest other chip of the same architecture; none if there is none."""
-    others = [file for file in files() if distance(file[1]["chip"], device)[:2] == (True, 0)]
+    others = [file for file in rate_files() if distance(file[1]["chip"], device)[:2] == (True, 0)]
     return nearest(others, device) if others else Rates({}, "")
 
 
 def nearest(some: Sequence[tuple[str, Mapping[str, Any]]], device: Device) -> Rates:
     """The scaled rates of the file whose chip is nearest."""
     name, chosen = min(some, key=lambda file: distance(file[1]["chip"], device))
-    return scaled(chosen, device, f"{FOLDER}/{name}")
-
-
-def files() -> list[tuple[str, dict[str, Any]]]:
-    """Names and contents of the files of GPUs."""
-    folder = resources.files("flashtile") / FOLDER
-    found = sorted((x for x in folder.iterdir() if x.name.endswith(".toml")), key=lambda x: x.name)
-    contents = [(file.name, tomllib.loads(file.read_text())) for file in found]
-    return [(name, content) for name, content in contents if "kind" not in content["chip"]]
+    return scaled(chosen, device, name)
 
 
 def distance(chip: Mapping[str, Any], device: Device) -> tuple[bool, int, int]:
