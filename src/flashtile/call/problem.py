@@ -7,7 +7,7 @@ import torch
 
 from ..expression import Formula, Untraced, mask_mod_formula, score_mod_formula
 from . import check, eight_bit
-from .call import Call, Features
+from .call import Call, Features, Needs
 from .eight_bit import EightBit
 from .memory import address
 from .window import Window
@@ -202,6 +202,18 @@ def too_long(problem: Problem) -> str | None:
     """Why kernels that count in 32 bits decline a problem."""
     if max(problem.seqlen_q, problem.seqlen_k) > LONGEST:
         return f"sequences go up to {LONGEST} positions"
+    return None
+
+
+def declines_second(problem: Problem, moves: Needs, needs: Needs) -> str | None:
+    """Why kernels of second derivatives along inputs that move decline a problem."""
+    for named, what in ((moves, "directions"), (needs, "gradients")):
+        if any((named.bias, named.alibi_slopes, *named.score_mod_tensors)):
+            return f"its second derivatives have {what} of q, k, v and sinks alone"
+    if problem.score_mod is not None:
+        return "its second derivatives have no score function"
+    if problem.layout == "paged":
+        return "its second derivatives have no pages"
     return None
 
 

@@ -11,11 +11,11 @@ from ...call.call import Needs
 from ...call.device import Device
 from ...call.eight_bit import PACKED, READS_A_COPY
 from ...call.plan import Candidate
-from ...call.problem import Problem, too_long
+from ...call.problem import Problem, declines_second, too_long
 from .targets import misconfigured
 from .tile_config import TileConfig
 
-__all__ = ["misconfigured"]  # which is about targets
+__all__ = ["declines_second", "misconfigured"]  # which other files have
 
 SUMMARY = "LLVM kernels for CPUs, generated from Python: every feature, head dimensions to 576"
 MAX_HEAD_DIM = 576
@@ -95,18 +95,6 @@ def has_rival(problem: Problem) -> bool:
 def tangent_candidates(problem: Problem, device: Device, moves: Needs) -> list[Candidate]:
     """The one way to run a forward pass with tangents. A task has queries, outputs, and as many tangents."""
     return [Candidate(tile(problem, copies=2), 1, 0.0)]
-
-
-def declines_second(problem: Problem, moves: Needs, needs: Needs) -> str | None:
-    """The reason why this backend has no second derivative of a problem along inputs that move, or `None`."""
-    for named, what in ((moves, "directions"), (needs, "gradients")):
-        if any((named.bias, named.alibi_slopes, *named.score_mod_tensors)):
-            return f"its second derivatives have {what} of q, k, v and sinks alone"
-    if problem.score_mod is not None:
-        return "its second derivatives have no score function"
-    if problem.layout == "paged":
-        return "its second derivatives have no pages"
-    return None
 
 
 def second_candidates(problem: Problem, device: Device, moves: Needs, needs: Needs) -> list[Candidate]:

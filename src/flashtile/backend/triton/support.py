@@ -11,13 +11,15 @@ from ...call.call import Call, Needs
 from ...call.device import Device
 from ...call.eight_bit import PACKED
 from ...call.plan import Candidate, Plan
-from ...call.problem import Problem, too_long
+from ...call.problem import Problem, declines_second, too_long
 from ...expression import Formula
 from ..gpu.chips import memory_of
 from ..gpu.formula import unsupported
 from ..gpu.installed import triton_version
 from .constants import MAX_HEAD_DIM, MAX_LATENT_DIM
 from .words import reads_words
+
+__all__ = ["declines_second"]  # which the CPU kernels share
 
 SUMMARY = "Triton kernels: any GPU that Triton serves, every feature"
 MAX_SEQUENCES = 2**16  # packed; each program searches all of them
@@ -113,18 +115,6 @@ def tangent_candidates(problem: Problem, device: Device, moves: Needs) -> list[C
         (tile, n, cost.tangents(problem, device, tile, moves, n)) for tile, n in candidates.tangents(problem, device)
     ]
     return ranked(ways, rates_of(device))
-
-
-def declines_second(problem: Problem, moves: Needs, needs: Needs) -> str | None:
-    """The reason why this backend has no second derivative of a problem along inputs that move, or `None`."""
-    for named, what in ((moves, "directions"), (needs, "gradients")):
-        if any((named.bias, named.alibi_slopes, *named.score_mod_tensors)):
-            return f"its second derivatives have {what} of q, k, v and sinks alone"
-    if problem.score_mod is not None:
-        return "its second derivatives have no score function"
-    if problem.layout == "paged":
-        return "its second derivatives have no pages"
-    return None
 
 
 def second_candidates(problem: Problem, device: Device, moves: Needs, needs: Needs) -> list[Candidate]:
