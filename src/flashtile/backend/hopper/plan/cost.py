@@ -96,7 +96,8 @@ def tangents(problem: Problem, device: Device, forward: Cost, config: TangentsCo
         for name, n in part.items():
             counts[name] += n
     counts["sum byte"] += 8 * batch * p.num_heads_q * rows * p.head_dim_v  # `out` in float32, there and back
-    return Cost(counts, {**forward.limits, **memory(3 * rows_bytes(p), p)})
+    more = memory(2 * rows_bytes(p), p)
+    return Cost(counts, {name: n + more.get(name, 0) for name, n in forward.limits.items()})
 
 
 def row_requests(size: int) -> float:
