@@ -145,30 +145,25 @@ def variant(features: Features, text: str = LINES) -> Callable[..., tuple[Tensor
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, **features: Any
-) -> tuple[Tensor, Tensor]:
-    """`[N, d]` to out `[N, d]` and lse `[N]`, by the variant for these features: the keywords of `requested`."""
-    chosen, values = requested(q, k, v, causal, scale, **features)
-    return variant(chosen)(q, k, v, values)
-
-
-def requested(  # the keywords of `attention` and `backward`
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float | None,
-    *,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    alibi_slope: float | None = None,
-    dropout_p: float = 0.0,
-    seed: int = 0,
-) -> tuple[Features, Values]:
-    """The features that a call is compiled for, and the numbers that it passes.
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, *,
+    window: tuple[int, int] | None = None, softcap: float | None = None, alibi_slope: float | None = None,
+    dropout_p: float = 0.0, seed: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`[N, d]` to out `[N, d]` and lse `[N]`, by the variant for these features.
 
     `window` is (left, right), both at least 0: row i sees the keys i - left .. i + right.
     """
+    given = {"window": window, "softcap": softcap, "alibi_slope": alibi_slope, "dropout_p": dropout_p, "seed": seed}
+    features, values = requested(q, k, v, causal, scale, **given)
+    return variant(features)(q, k, v, values)
+
+
+def requested(  # the keywords of `attention` and `backward`
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, *,
+    window: tuple[int, int] | None = None, softcap: float | None = None, alibi_slope: float | None = None,
+    dropout_p: float = 0.0, seed: int = 0,
+) -> tuple[Features, Values]:  # fmt: skip
+    """The features that a call is compiled for, and the numbers that it passes."""
     n, d = one_shape(q, k, v)
     given = (window is not None, softcap is not None, alibi_slope is not None, dropout_p > 0)
     scale = 1 / math.sqrt(d) if scale is None else scale
