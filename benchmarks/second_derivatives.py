@@ -6,7 +6,7 @@
 Device milliseconds of each cell of `derivatives.toml`, medians of rounds: the backward pass of the three gradients
 (`second`), the backward pass and the forward pass of attention, and `second` of dense attention. `--rows` and `--keys`
 time the kernels with other tiles of rows, keys, warps and stages, each beside the planned tile of the other kernel;
-`--wide` those of wide heads: the tiles of weights, of sums for rows and for keys, and the columns of a sum.
+`--wide` times kernels of wide heads: tiles of weights, of sums for rows and for keys, and the columns of a sum.
 """
 
 import contextlib

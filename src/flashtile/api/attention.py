@@ -93,8 +93,8 @@ def attention(
     Args:
         q: queries `[B, Hq, Sq, D]`; float16, bfloat16, float32, float64 or float8_e4m3fn; D from 1 to 1024; any
             strides.
-        k: keys `[B, Hkv, Sk, D]`, of q's dtype and device, or of 8 bits: float8_e4m3fn, float8_e5m2 or int8, as those
-            of queries of 8 bits are. Hq is a multiple of Hkv; query head h reads key/value head `h // (Hq // Hkv)`.
+        k: keys `[B, Hkv, Sk, D]`, on q's device; of q's dtype, or of float8_e4m3fn, float8_e5m2 or int8, as
+            queries of 8 bits need them. Hq is a multiple of Hkv; query head h reads key/value head `h // (Hq // Hkv)`.
         v: values `[B, Hkv, Sk, Dv]`, of k's dtype; `None` with `v_dim`.
         q_descale: float32, the scales of queries of 8 bits, which multiply them: `[Hkv]`, `[B, Hkv]` (of a group's
             query heads, as FlashAttention-3's) or `[B, Hq, Sq]`; 1 if `None`. Calls with tensors of 8 bits have no
