@@ -220,7 +220,10 @@ def batch_invariant(
     """
     p = problem
     if not p.decodes:
-        yield tiles, 1
+        forward = tiles.forward
+        if forward.precision == "tf32x3" and forward.block_m < tables.WARPGROUP.block_m:
+            forward = tables.WARPGROUP
+        yield tiles._replace(forward=forward), 1
         return
     group = group_of(p)
     tile = few_rows_tile(tiles.forward, width, p, device)
