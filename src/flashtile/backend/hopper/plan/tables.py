@@ -2,19 +2,8 @@
 
 from typing import NamedTuple
 
-from ..tile_config import (
-    DkdvConfig,
-    DqConfig,
-    Float32Forward,
-    ForwardConfig,
-    FusedBackwardConfig,
-    HeadDim,
-    LateDq,
-    LatentForward,
-    SplitBackwardConfig,
-    TangentsConfig,
-    TileConfig,
-)
+from ..backward_config import DkdvConfig, DqConfig, FusedBackwardConfig, LateDq, SplitBackwardConfig
+from ..tile_config import Float32Forward, ForwardConfig, HeadDim, LatentForward, TangentsConfig, TileConfig
 
 # Boxes of 64 columns are loaded faster than narrower ones, which leave room for more stages.
 D32, D64, D80, D96 = HeadDim((32,), 32), HeadDim((64,), 64), HeadDim((64, 16), 64), HeadDim((64, 32), 64)
