@@ -56,6 +56,9 @@ SINGLE = {  # float32; exact products have no matrix units, so registers bound t
     ),
 }
 LARGE = KernelConfig(128, 64, 8, 1, precision="tf32x3")  # forward and dq: one program fills the registers of a core
+# Batch-invariant forward of 128 features. Triton lays the warps of smaller tiles over rows or over keys, which differs
+# between packed keys and pages, and with it the order of sums.
+WARPGROUP = KernelConfig(64, 32, 4, 1, precision="tf32x3")
 SINGLE_TF32X3 = (  # Hopper's; wider tiles of float32 have no registers for compensated sums
     WidthConfigs(64, LARGE, KernelConfig(32, 32, 4, 1, precision="tf32x3"), LARGE),
     WidthConfigs(
