@@ -239,14 +239,14 @@ def products(problem: Problem, count: int, score_bytes: int, row_bytes: int) -> 
     """Of a pass whose products PyTorch computes, so many for each score: scores go to the kernels between them and
     back, and rows are put in order.
     """
-    from ..score_blocks import blocks_of, sizes_of_problem  # not needed otherwise
+    from ..score_blocks import blocks_of, new_sizes  # not needed otherwise
 
-    p, parts = problem, problem.dtype is torch.float32
-    sizes = sizes_of_problem(p.counted, parts=parts)
+    p, parts, (batch, rows, keys) = problem, problem.dtype is torch.float32, problem.counts
+    sizes = new_sizes(batch, (p.num_heads_q, p.num_heads_kv), (rows, keys), p.window, parts=parts)
     blocks = blocks_of(sizes)
     scores = sum(x.num_heads * x.num_rows * x.num_keys for x in blocks)
     counts = Counts(products_block=len(blocks) * count)
     counts["products operation"] = scores * count * (p.head_dim + p.head_dim_v) * (PARTS if parts else 1)
-    rows = sizes.heads * sizes.rows * max(p.head_dim, p.head_dim_v)
-    counts["products byte"] = scores * score_bytes + rows * row_bytes * (2 if parts else 1)
+    numbers = sizes.heads * sizes.rows * max(p.head_dim, p.head_dim_v)
+    counts["products byte"] = scores * score_bytes + numbers * row_bytes * (2 if parts else 1)
     return Cost(counts, {})
