@@ -91,14 +91,6 @@ def is_declined(call: Call) -> bool:
     return False
 
 
-def rounds_to_eight_bits(backend: str) -> bool:
-    """Whether a backend, or one that `auto` may take, rounds P to 8 bits under queries of 8 bits: it says so by a
-    constant, and docs/contract.md has a wider bound of its results.
-    """
-    names = AUTO if backend == "auto" else (backend,)
-    return any(getattr(SUPPORT[name], "ROUNDS_TO_EIGHT_BITS", False) for name in names)
-
-
 def derivative(needs: Needs | None) -> str:
     """What a pass along tangents is called."""
     return "forward mode" if needs is None else "a second derivative"

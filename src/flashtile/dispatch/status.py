@@ -1,8 +1,8 @@
-"""Which backends can run on this machine."""
+"""What backends are: whether they can run on this machine, and how they round."""
 
 from typing import NamedTuple
 
-from .planner import SUPPORT, optional
+from .planner import AUTO, SUPPORT, optional
 
 
 class BackendStatus(NamedTuple):
@@ -39,3 +39,11 @@ def backends() -> tuple[BackendStatus, ...]:
         )
         for name, support in SUPPORT.items()
     )
+
+
+def rounds_to_eight_bits(backend: str) -> bool:
+    """Whether a backend, or one that `auto` may take, rounds P to 8 bits under queries of 8 bits: it says so by a
+    constant, and docs/contract.md has a wider bound of its results.
+    """
+    names = AUTO if backend == "auto" else (backend,)
+    return any(getattr(SUPPORT[name], "ROUNDS_TO_EIGHT_BITS", False) for name in names)
