@@ -55,9 +55,11 @@ Pass = tuple[Problem, Needs | None, Needs | None]
 
 def passes() -> Iterator[tuple[str, Pass]]:
     """Problems with the gradients that they need, and the inputs that move in forward mode, by name."""
-    cells = {f"{name}: {x.label()}": x for name in SWEEPS for x in load(ROOT / f"benchmarks/{name}.toml").cells}
+    cells = {
+        f"{name}: {x.measure} {x.label()}": x for name in SWEEPS for x in load(ROOT / f"benchmarks/{name}.toml").cells
+    }
     stores = (ROOT / f"benchmarks/results/candidates-{name}.jsonl" for name in STORES)
-    cells |= {f"stored: {row.cell.label()}": row.cell for store in stores for row in read(store)}
+    cells |= {f"stored: {row.cell.measure} {row.cell.label()}": row.cell for store in stores for row in read(store)}
     for name, cell in cells.items():
         if cell.device != "cpu":
             with meta_tensors_on(H100):
