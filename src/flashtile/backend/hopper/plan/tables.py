@@ -88,11 +88,25 @@ TANGENTS = {
 
 
 # By width of q, k and v in 8 bits.
-ALONE: dict[str, int] = {"transpose_warps": 4, "transpose_registers": 24, "transposed_words": 32}
 EIGHT_BIT: dict[int, tuple[EightBitForward, ...]] = {
     64: (EightBitForward(D64, D64, 64, 128, 3, 3, 160, transposed_stages=3),),
     128: (EightBitForward(D128, D128, 64, 128, 3, 3, 160),),
-    256: (EightBitForward(D256, D256, 64, 128, 2, 2, 232, q_stages=1, v_stages=1, **ALONE),),
+    256: (
+        EightBitForward(
+            D256,
+            D256,
+            64,
+            128,
+            2,
+            2,
+            232,
+            q_stages=1,
+            v_stages=1,
+            transpose_warps=4,
+            transpose_registers=24,
+            transposed_words=32,
+        ),  # fmt: skip
+    ),
 }
 
 
