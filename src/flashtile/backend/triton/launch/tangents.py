@@ -41,8 +41,9 @@ def launch_tangents(recorder: Recorder, plan: Plan, call: Call, moves: Needs) ->
     dlse = args.new_result(recorder, call, q.new_empty(lse_shape(q), dtype=torch.float32), 0)
     out, dout = (args.new_result(recorder, call, new_rows(t.q, q.shape[1], v.shape[-1], q.dtype), 0) for _ in range(2))
     rows = [x for x in (q, k, v, out, dout, dq, dk, dv) if x is not None]
-    if config.mma and not all(map(args.is_aligned, rows)):
-        config = plan.tile.forward
+    if config.mma and (call.settings.requested_splits is not None or not all(map(args.is_aligned, rows))):
+        config = plan.tile.given_splits
+        assert config is not None
     align = args.alignment(rows)
     tiles = args.num_tiles(call, config.block_m)
     programs, splits = tiles * q.shape[1] * args.dense_batch(q), splits_of(call, plan.num_splits, config.block_n)

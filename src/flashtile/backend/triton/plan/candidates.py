@@ -64,7 +64,7 @@ def tangents(problem: Problem, device: Device) -> Iterator[tuple[TileConfig, int
     for tile in tangent_tiles_of(problem, device):
         assert tile.tangents is not None
         yield tile, 1
-        if device.type != "cpu":
+        if device.type != "cpu" and not tile.tangents.mma:
             yield from ((tile, n) for n in tangent_splits(tile.tangents, problem, device))
 
 
@@ -73,7 +73,8 @@ def tangent_tiles_of(problem: Problem, device: Device) -> Iterator[TileConfig]:
     p, row = problem, row_of(problem, device)
     plain = TileConfig(row.forward, row.dkdv, row.dq)
     tiles = (row.forward,) if device.type == "cpu" else tangent_tiles(p, device)
-    yield from (plain._replace(tangents=tile) for tile in tiles)
+    other = next((tile for tile in tiles if not tile.mma), row.forward)
+    yield from (plain._replace(tangents=tile, given_splits=other if tile.mma else None) for tile in tiles)
 
 
 def tangent_splits(tile: KernelConfig, problem: Problem, device: Device) -> list[int]:
@@ -134,7 +135,7 @@ def tangent_tiles(problem: Problem, device: Device) -> tuple[KernelConfig, ...]:
     if needs_room(p, device):
         found = tuple(x._replace(block_n=max(16, x.block_n // 2)) for x in found)
     tiles = dict.fromkeys(tangents_within_memory(x, p, device) for x in found)
-    return tuple(tiles)
+    return (*tiles, *mma_tiles("tangents", p, device))
 
 
 def tangents_within_memory(tile: KernelConfig, problem: Problem, device: Device) -> KernelConfig:
