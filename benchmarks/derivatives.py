@@ -9,8 +9,8 @@ memory instead: on a GPU, MiB that the derivative allocates beyond its inputs an
 With `--sweep benchmarks/derivatives.toml`, on a GPU: device time of `torch.func.jvp` of the kernel, of dense attention
 and of the forward pass alone, for each cell of the file, with TFLOP/s counted as three forward passes, and peak MiB
 beyond inputs and results. `--tiles 64x64x4x2,...` times Triton's kernel with other tiles of rows, keys, warps and
-stages, or with `m128x64x8x1` the one of mma.sync; `--candidates` times all kernels of both backends that could have a width, on one long call each; most of its
-time compiles them.
+stages, and with `m` before them the one of mma.sync; `--candidates` times all kernels of both backends that could have
+a width, on one long call each; most of its time compiles them.
 """
 
 import contextlib

@@ -18,6 +18,7 @@ from rich.progress import track
 from flashtile.backend.gpu.chips import SHARED_MEMORY
 
 from .compiled import KIB, compile_launch
+from .derivatives import HEAD_DIMS, launches_of_derivatives
 from .families import ARCHITECTURES, FAMILIES, call_of_family, most_registers
 from .launches import hopper_launches_of, launches_of
 from .loops import loops_of
@@ -48,6 +49,8 @@ def main(full: bool, architectures: tuple[str, ...], names: tuple[str, ...], out
             for launch in hopper_launches_of(hopper.call_of_family(name, head_dim, seqlen))
         ]
     work += [(arch, *found) for arch in chosen for found in launches_by_width(arch, full=full)]
+    if full:
+        work += [(arch, *found) for arch in chosen for n in HEAD_DIMS for found in launches_of_derivatives(n, arch)]
     rows, wrong = [], []
     for arch, family, launch in track(work, "compiling", console=Console(stderr=True)):
         start = time.perf_counter()

@@ -324,7 +324,8 @@ def run_second(
     call = call.with_own_indices()
     chosen = plan_call(call, needs=needs, moves=along.moves)
     with inside_operator(call):
-        tout, tlse, gradients = function_of(chosen, "second")(chosen, call, along, needs, dout, dlse)
+        first = () if chosen.first is None else function_of(chosen.first, "tangents")(chosen.first, call, along)
+        tout, tlse, gradients = function_of(chosen, "second")(chosen, call, along, needs, dout, dlse, *first)
     if counting.opened:
         count(call, chosen, "second")
     inputs = call.tensors.flat()

@@ -61,20 +61,25 @@ def forward(problem: Problem, device: Device) -> Iterator[tuple[TileConfig, int]
 
 def tangents(problem: Problem, device: Device) -> Iterator[tuple[TileConfig, int]]:
     """Tiles of forward with tangents, and numbers of programs that share the keys of a tile."""
-    for tile in tangent_tiles_of(problem, device):
-        assert tile.tangents is not None
-        yield tile, 1
-        if device.type != "cpu" and not tile.tangents.mma:
+    yield from ((tile, 1) for tile in unsplit_tangents(problem, device))
+    for tile in tangents_of(problem, device) if device.type != "cpu" else ():
+        if tile.tangents is not None and not tile.tangents.mma:
             yield from ((tile, n) for n in tangent_splits(tile.tangents, problem, device))
 
 
-def tangent_tiles_of(problem: Problem, device: Device) -> Iterator[TileConfig]:
-    """Tiles for two accumulators, and twice the keys and values in memory."""
-    p, row = problem, row_of(problem, device)
-    plain = TileConfig(row.forward, row.dkdv, row.dq)
-    tiles = (row.forward,) if device.type == "cpu" else tangent_tiles(p, device)
+def unsplit_tangents(problem: Problem, device: Device) -> list[TileConfig]:
+    """The tiles whose programs have all keys of their rows: of the kernel of `kernels.mma`, if it runs the problem."""
+    found = tangents_of(problem, device)
+    return [x for x in found if x.tangents is not None and x.tangents.mma] or found
+
+
+def tangents_of(problem: Problem, device: Device) -> list[TileConfig]:
+    """Tiles for two accumulators; those of `kernels.mma` with another one, which has splits and takes any rows."""
+    row = row_of(problem, device)
+    tiles = (row.forward,) if device.type == "cpu" else tangent_tiles(problem, device)
     other = next((tile for tile in tiles if not tile.mma), row.forward)
-    yield from (plain._replace(tangents=tile, given_splits=other if tile.mma else None) for tile in tiles)
+    plain = TileConfig(row.forward, row.dkdv, row.dq)
+    return [plain._replace(tangents=tile, given_splits=other if tile.mma else None) for tile in tiles]
 
 
 def tangent_splits(tile: KernelConfig, problem: Problem, device: Device) -> list[int]:
@@ -103,7 +108,7 @@ def second(problem: Problem, device: Device) -> Iterator[TileConfig]:
         pair = (tables.SINGLE_SECOND, tables.SINGLE_SECOND)
     else:
         pair = (second_tile("second rows", p, device), second_tile("second keys", p, device))
-    for plain in tangent_tiles_of(p, device):
+    for plain in unsplit_tangents(p, device):
         yield plain._replace(second=pair)
 
 
@@ -135,7 +140,7 @@ def tangent_tiles(problem: Problem, device: Device) -> tuple[KernelConfig, ...]:
     if needs_room(p, device):
         found = tuple(x._replace(block_n=max(16, x.block_n // 2)) for x in found)
     tiles = dict.fromkeys(tangents_within_memory(x, p, device) for x in found)
-    return (*tiles, *mma_tiles("tangents", p, device))
+    return tuple(tiles)
 
 
 def tangents_within_memory(tile: KernelConfig, problem: Problem, device: Device) -> KernelConfig:

@@ -17,7 +17,6 @@ from .. import scores, softmax
 from ..kernel import Pointer, Scalar, gluon_kernel
 from ..masking import block_list, first_visit, key_blocks, key_bounds, num_visits
 from ..parameters import KeyTensor, Params, QueryTensor, RowTensor
-from ..products import Sum
 from ..prologue import batch_index, head_info
 from ..rows import Chunks, HeadRows, elements, head_pointer
 from ..score_tangent import FeatureTangents, score_tangent
