@@ -114,6 +114,10 @@ def queries_of_eight_bits() -> None:
         rows = [x.transpose(1, 2).flatten(0, 1) for x in (q8, k8, v8)]
         ends = [torch.tensor([0, m, 2 * m], device="cuda", dtype=torch.int32) for m in (n, 333)]
         flashtile.attention_varlen(*rows, *ends, max_seqlen_k=333, causal=True, **of_heads)
+    for width in (64, 128, 256):
+        q, k, v = (torch.randn(2, h, m, width, device="cuda") for h, m in ((8, 300), (2, 700), (2, 700)))
+        q8, k8, v8 = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
+        flashtile.attention(q8, k8, v8, causal=True, backend=OWN, **of_heads)
 
 
 def batch_invariant() -> None:

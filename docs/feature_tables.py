@@ -100,6 +100,7 @@ def features() -> Iterator[tuple[str, Row]]:
     yield "the same in pages", forward(eight_bit=eight_bit, **in_pages)
     queries: dict[str, Any] = {"dtype": QUERIES, "out_dtype": torch.bfloat16}
     yield "queries of 8 bits too", forward(eight_bit=eight_bit._replace(q_by_row=False), **queries)
+    yield "the same with scales of heads", forward(eight_bit=EightBit("e4m3", False, False, False), **queries)
 
 
 def backends() -> str:

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from . import instructions
+from . import eight_bit, instructions
 from .machine import EmulationError, machine, merge_clock
 from .values import UNSIGNED, Pointer, Shared, Value, as_tensor, unwrap
 
 float64, float32, float16, bfloat16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+float8e4nv = torch.float8_e4m3fn
 int1, int16, int32, int64 = torch.bool, torch.int16, torch.int32, torch.int64
 uint32, uint64 = UNSIGNED
 tensor, shared_memory_descriptor, pointer_type = Value, Shared, Pointer
@@ -47,7 +48,7 @@ class Layout:
 
 
 SliceLayout = BlockedLayout = SwizzledSharedLayout = NVMMASharedLayout = NVMMADistributedLayout = Layout
-DotOperandLayout = Layout
+DotOperandLayout = DistributedLinearLayout = Layout
 
 
 def program_id(axis: int) -> Value:
@@ -265,6 +266,8 @@ def inline_asm_elementwise(
         machine().wait(lambda: all(store.written for store in task.stores), "its results to arrive")
         task.stores.clear()
         task.unread_stores.clear()
+    elif found := [f for name, f in eight_bit.MEANINGS.items() if name in asm]:
+        return found[0](*args)
     elif asm.startswith("griddepcontrol."):
         machine().grid_controls.append(asm.partition(";")[0])
     elif asm.startswith("ld.acquire.gpu.global.b32 $0, [$1];"):

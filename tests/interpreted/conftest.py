@@ -12,6 +12,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
+OF_A_COMPILER = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> Iterator[None]:
@@ -54,9 +56,12 @@ def patches_of_the_language(interpreter: ModuleType) -> tuple[Any, Any]:
         patched.add(modules)
         return patch_language(fn)
 
-    def launch_unpatched(*args: Any, **kwargs: Any) -> Any:
+    def launch_unpatched(grid: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compiled kernels refuse arguments that they do not have; the interpreter drops them."""
         patched.clear()
-        return launch(*args, **kwargs)
+        unknown = set(kwargs) - {*grid.arg_names, *OF_A_COMPILER}
+        assert not unknown, f"{grid.fn.__name__} has no {unknown}"
+        return launch(grid, *args, **kwargs)
 
     return (
         mock.patch.object(interpreter, "_patch_lang", patch_once),

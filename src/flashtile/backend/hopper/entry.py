@@ -20,6 +20,10 @@ def forward(plan: Plan, call: Call) -> tuple[Tensor, Tensor]:
 
 def launches_of(plan: Plan) -> Any:
     """The function that records a plan's launches."""
+    if plan.tile.forward.kind == "eight_bit":
+        from .launch import eight_bit
+
+        return eight_bit.launch_forward
     if plan.tile.forward.kind != "latent":
         return launch_forward
     from .launch import latent  # not needed by other calls

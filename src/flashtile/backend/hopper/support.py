@@ -7,12 +7,13 @@ import torch
 
 from ...call.call import NO_FEATURES, Call, Needs
 from ...call.device import Device
+from ...call.eight_bit import QUERIES
 from ...call.plan import Candidate, Plan
 from ...call.problem import OCTET, Problem, too_long
 from ...expression import Formula
 from ..gpu.formula import unsupported as unsupported_tensor
 from ..gpu.installed import triton_version
-from .plan.widths import FUSED, ONE_BOX, SHARED_COLUMNS, WIDTHS, is_latent, widths
+from .plan.widths import FUSED, ONE_BOX, SHARED_COLUMNS, WIDTHS, eight_bit_width, is_latent, widths
 
 if TYPE_CHECKING:
     from ..gpu.cost import Cost
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 SUMMARY = "Gluon kernels for Hopper GPUs, the fastest there"
 ARCHITECTURE = "sm_90"
 HEAD_DIM_STEP = 8  # elements of 16 bytes, which TMA needs rows to be a multiple of
+EIGHT_BIT_STEP = 16  # the same of 8 bits
 TMA_ALIGNMENT = 16  # bytes, of rows
 PAGE_STEP = 8  # keys: rows that shared memory swizzles together
 LATENT_PAGE_STEP = 64  # keys of a block of latent rows, which lies in one page
@@ -83,8 +85,10 @@ def declines(problem: Problem, device: Device) -> str | None:
     """Why the backend does not support the problem; `None` if it does."""
     if device.arch != ARCHITECTURE:
         return f"its kernels are for Hopper GPUs ({ARCHITECTURE}), not for {device.arch}"
+    if problem.dtype is QUERIES:
+        return declines_eight_bit(problem)
     if problem.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return "it supports bfloat16, float16 and float32 inputs only"
+        return "it supports bfloat16, float16, float32 and float8_e4m3fn inputs only"
     if problem.eight_bit is not None:
         return "it reads keys and values of q's dtype, not of 8 bits"
     if problem.dtype is torch.float32 and (reason := declines_float32(problem)) is not None:
@@ -114,6 +118,27 @@ def declines(problem: Problem, device: Device) -> str | None:
     if min(problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k) == 0:
         return "the call is empty"
     return too_long(problem)
+
+
+def declines_eight_bit(problem: Problem) -> str | None:
+    """Why the kernel of 8 bits does not take a problem; `None` if it does."""
+    p, of = problem, problem.eight_bit
+    assert of is not None
+    if of.format != "e4m3":
+        return "in 8 bits, it supports keys and values in float8_e4m3fn"
+    if of.q_by_row or of.k_by_key or of.v_by_key:
+        return "in 8 bits, it supports scales of heads"
+    if p.pages is not None or p.latent or p.batch_invariant or p.seqused_q or p.leftpad_k:
+        return "in 8 bits, it supports neither pages, latent rows, batch_invariant nor seqused_q"
+    if has_unpaged_features(p) or p.window.chunk is not None:
+        return "in 8 bits, it does not support dropout, biases, masks, score_mods and attention_chunk"
+    if eight_bit_width(p) is None or any(d % EIGHT_BIT_STEP for d in (p.head_dim, p.head_dim_v)):
+        return f"in 8 bits, it supports head dimensions that are multiples of {EIGHT_BIT_STEP} up to 256"
+    if p.alignment < TMA_ALIGNMENT:
+        return f"TMA needs rows of q, k and v aligned to {TMA_ALIGNMENT} bytes"
+    if min(p.batch, p.num_heads_q, p.seqlen_q, p.seqlen_k) == 0:
+        return "the call is empty"
+    return too_long(p)
 
 
 def declines_float32(problem: Problem) -> str | None:
@@ -240,8 +265,8 @@ def tangent_candidates(problem: Problem, device: Device, moves: Needs) -> list[C
 
 def unsplit(plan: Plan, call: Call) -> str | None:
     """Why forward does not split keys into as many parts as the caller asks for, or `None`."""
-    if plan.tile.forward.kind == "float32":
-        return "hopper does not split keys in float32"
+    if plan.tile.forward.kind in ("float32", "eight_bit"):
+        return "hopper splits keys of 16 bits only"
     return None if call.tensors.cu_seqlens_q is None else "hopper does not split keys of packed queries"
 
 

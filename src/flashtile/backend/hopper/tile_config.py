@@ -185,6 +185,27 @@ class ForwardConfig(Constexpr):
 
 
 @dataclass(frozen=True)
+class EightBitForward(ForwardConfig):
+    """The forward kernel in 8 bits. Results have chunks of `value_columns`; the softmax overlaps with `early` chunks,
+    which are one block behind the scores.
+    """
+
+    consumer_registers: int = 224
+    transpose_registers: int = 40
+    speculative_exps: int = 0
+    value_columns: int = 64
+    early: int = 1
+    v_stages: int = 3  # stages of values as they lie in memory
+    transposed_stages: int = 2
+    kind: Literal["eight_bit"] = "eight_bit"  # type: ignore[assignment]
+    skips_steps = False  # type: ignore[assignment]
+
+    @property
+    def value_chunks(self) -> int:
+        return self.head_dim_v.width // self.value_columns
+
+
+@dataclass(frozen=True)
 class Float32Forward(Constexpr):
     """Forward kernel: tiles of 128 rows; keys and values alternate in `kv_stages` of `block_n` keys."""
 

@@ -9,6 +9,7 @@ import torch
 
 from ....call.call import NO_FEATURES
 from ....call.device import Device
+from ....call.eight_bit import QUERIES
 from ....call.problem import Problem
 from ....call.window import UNLIMITED, Window
 from ....expression import Formula
@@ -26,8 +27,8 @@ from ..tile_config import (
     TangentsConfig,
 )
 from .listed import expects_lists, is_padded
-from .tables import FLOAT32, FORWARD, FUSED_BACKWARD, LATENT, SPLIT_BACKWARD, TANGENTS
-from .widths import ONE_BOX, SHARED_COLUMNS, is_latent, widths
+from .tables import EIGHT_BIT, FLOAT32, FORWARD, FUSED_BACKWARD, LATENT, SPLIT_BACKWARD, TANGENTS
+from .widths import ONE_BOX, SHARED_COLUMNS, eight_bit_width, is_latent, widths
 
 NEWEST_3WG = (3, 7)  # version of Triton; with later ones, three warpgroups spill at 80 and 96 features
 NEWEST_LATE_DQ = (3, 6)  # version of Triton; with 3.9, adding dq late spills 192 bytes at 128 features, not 72
@@ -41,6 +42,10 @@ DQ_LENGTH = 256  # rows and keys from which warpgroups add dq to zeros
 
 def forward(problem: Problem, device: Device) -> Iterator[tuple[ForwardConfig | Float32Forward | LatentForward, int]]:
     """Configurations, and numbers of programs that share the keys of a tile."""
+    if problem.dtype is QUERIES:
+        for of_bytes in EIGHT_BIT[eight_bit_width(problem) or 0]:  # `support` declines others
+            yield from ((replace(of_bytes, heads_at_once=n), 1) for n in forward_orders(problem, of_bytes))
+        return
     if is_latent(problem):
         yield from latent(problem, device)
         return

@@ -57,7 +57,7 @@ def forward(
         rest = rows - (head.count - 1) * config.block_m
         active = -(-rest // MMA_M) / config.num_warpgroups
         work = work._replace(steps=work.steps * (1 - IDLE * (1 - active) / head.count))
-    add(counts, "forward", config, work, p)
+    add(counts, "eight_bit" if config.kind == "eight_bit" else "forward", config, work, p)
     key_bytes = (p.head_dim + p.head_dim_v) * p.dtype.itemsize
     again = head.total.steps * heads * config.block_n * key_bytes * missed(config.heads_at_once * keys * key_bytes)
     requests = work.tiles * config.block_m * row_requests(p.head_dim * p.dtype.itemsize)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from ..tile_config import (
     DkdvConfig,
     DqConfig,
+    EightBitForward,
     Float32Forward,
     ForwardConfig,
     FusedBackwardConfig,
@@ -118,6 +119,14 @@ TANGENTS = {
     (192, 128): (TangentsConfig(D192, D128, 5),),
     (192, 192): (TangentsConfig(D192, D192, 5),),
     (256, 256): (TangentsConfig(D256, D256, 3, early_values=False),),
+}
+
+
+# By width of q, k and v in 8 bits.
+EIGHT_BIT: dict[int, tuple[EightBitForward, ...]] = {
+    64: (EightBitForward(D64, D64, 64, 128, 2, 3, transposed_stages=3),),
+    128: (EightBitForward(D128, D128, 128, 128, 2, 3),),
+    256: (EightBitForward(D256, D256, 64, 128, 2, 2, q_stages=1, early=0, v_stages=1),),
 }
 
 

@@ -11,6 +11,7 @@ WIDTHS = (  # widths of the kernels, for (q and k, v)
 FLOAT32 = WIDTHS[1:5]  # widths of float32
 FUSED = WIDTHS[:5]  # with one backward kernel
 SHARED_COLUMNS = WIDTHS[-1:]  # whose columns two warpgroups share
+EIGHT_BIT = (64, 128, 256)  # widths of q, k and v in 8 bits
 LATENT = (576, 512)  # widths of latent rows, whose first columns are the values
 ONE_BOX = WIDTHS[:2]  # where exponentials take longer than products, and three warpgroups are fast with every Triton
 
@@ -28,3 +29,8 @@ def widths(problem: Problem) -> tuple[int, int] | None:
 def is_latent(problem: Problem) -> bool:
     """Whether the kernel of latent rows has the problem's head dimensions."""
     return problem.latent and (problem.head_dim, problem.head_dim_v) == LATENT
+
+
+def eight_bit_width(problem: Problem) -> int | None:
+    """Width of the narrowest kernel of 8 bits that holds the head dimensions."""
+    return next((width for width in EIGHT_BIT if max(problem.head_dim, problem.head_dim_v) <= width), None)

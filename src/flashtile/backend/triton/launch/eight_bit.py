@@ -120,11 +120,6 @@ def row_scale_strides(call: Call) -> dict[str, int | None]:
     return {f"stride_q_descale_{dim}": n for dim, n in zip("bhgm", (b, of_q, of_k, m), strict=True)}
 
 
-def strides(call: Call) -> dict[str, int | None]:
-    """The strides of all scales of a forward pass."""
-    return scale_strides(descales(call.tensors)) | row_scale_strides(call)
-
-
 def scale_strides(views: Mapping[str, Tensor | None]) -> dict[str, int | None]:
     """Strides of scales; 0 of dimensions that a scale does not depend on."""
     found: dict[str, int | None] = {}

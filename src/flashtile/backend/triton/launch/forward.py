@@ -53,6 +53,7 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bo
     if config.mma and not all(args.is_aligned(x) for x in (q, k, v, out)):
         assert plan.tile.given_splits is not None
         config = plan.tile.given_splits
+    kernel = FORWARD_MMA if config.mma else DECODE if part_keys else LATENT if args.reads_words(call) else FORWARD
     splits = splits_of(call, plan.num_splits, config.block_n)
     align, key_align = args.alignment([q, k, v, out]), None
     if k.dtype.itemsize == 1:
@@ -63,7 +64,7 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bo
     stride_split: dict[str, Any] = {}
     if not config.mma:
         partials = dict.fromkeys(("partial_out", "partial_lse", "partial_residual", "semaphores"))
-        partials |= eight_bit.scale_pointers(t) | {"q_descale": t.q_descale}
+        partials |= eight_bit.scale_pointers(t) | ({} if kernel is LATENT else {"q_descale": t.q_descale})
         stride_split = {"stride_partials_split": None if splits == 1 or part_keys else lse.numel()}
     turns = {"heads_at_once": args.heads_at_once(call, q.shape[1] * args.dense_batch(q))} if config.mma else {}
     dealt = args.part_scalars(call, part_keys, splits) if part_keys else {}
@@ -85,7 +86,7 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bo
     launch(
         recorder,
         call,
-        FORWARD_MMA if config.mma else DECODE if part_keys else LATENT if args.reads_words(call) else FORWARD,
+        kernel,
         args.pointers(recorder, call, q, k, v) | partials | results | {"sinks": t.sinks} | lists,
         programs * splits,
         {
@@ -107,7 +108,8 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bo
             **stride_split,
             **dealt,
             **turns,
-            **({} if config.mma else eight_bit.strides(call)),
+            **({} if config.mma else eight_bit.scale_strides(eight_bit.descales(t))),
+            **({} if kernel in (FORWARD_MMA, LATENT) else eight_bit.row_scale_strides(call)),
             "num_tiles": tiles,
         },
     )

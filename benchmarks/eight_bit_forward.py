@@ -1,0 +1,224 @@
+"""Forward in float8_e4m3fn on a GPU: errors against exact attention, and TFLOP/s beside bfloat16.
+
+python benchmarks/eight_bit_forward.py --errors
+python benchmarks/eight_bit_forward.py --time 128,16384,full
+python benchmarks/eight_bit_forward.py --rates 128
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import flashtile
+from flashtile.api.explain import described_call
+from flashtile.backend.gpu.rates import PARTS
+from flashtile.backend.hopper.plan import candidates, cost, tables
+from flashtile.call.device import describe_device
+from flashtile.call.problem import Problem
+from flashtile.dispatch import fast_path
+
+FP8 = torch.float8_e4m3fn
+HEADS = {64: 32, 128: 16, 256: 8}
+TOKENS = 16384
+
+
+KEPT: list[Any] = []  # entries whose kernels a CUDA graph may still launch
+
+
+@contextmanager
+def configured(changes: dict[str, Any]) -> Iterator[None]:
+    """Tables whose configurations of 8 bits have other fields."""
+    kept = dict(tables.EIGHT_BIT)
+    try:
+        for width, configs in kept.items():
+            tables.EIGHT_BIT[width] = tuple(replace(x, **changes) for x in configs)  # type: ignore[assignment]
+        forget()
+        yield
+    finally:
+        tables.EIGHT_BIT.update(kept)
+        forget()
+
+
+def forget() -> None:
+    """Drop all plans and entries, but keep what they refer to."""
+    KEPT.append((fast_path.table.recent, fast_path.table.older))
+    fast_path.forget()
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`out`, `lse` in float64, and for each row the largest sum of absolute products."""
+    outs, lses, sums = [], [], []
+    keys, group = k.shape[2], q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    for first in range(0, q.shape[2], 512):
+        rows = q[:, :, first : first + 512].double()
+        s = rows @ k.mT * scale
+        if causal:
+            i = torch.arange(first, first + rows.shape[2], device=q.device)[:, None] + keys - q.shape[2]
+            s = s.masked_fill(torch.arange(keys, device=q.device) > i, -math.inf)
+        lse = s.logsumexp(-1)
+        outs.append(torch.exp(s - lse[..., None]) @ v)
+        lses.append(lse)
+        sums.append((rows.abs() @ k.abs().mT * scale).amax(-1))
+    return torch.cat(outs, 2), torch.cat(lses, 2), torch.cat(sums, 2)
+
+
+CASES = {
+    "normal": ((1, 2, 2, 300, 700), "normal"),
+    "outliers": ((1, 2, 2, 256, 4096), "outliers"),
+    "grouped": ((2, 4, 2, 193, 321), "normal"),
+    "129 keys": ((1, 2, 2, 129, 129), "normal"),
+    "one row": ((1, 2, 2, 1, 5000), "normal"),
+    "ones": ((1, 1, 1, 128, 131072), "ones"),
+    "ones large": ((1, 1, 1, 128, 131072), "ones large"),
+    "tail": ((1, 1, 1, 128, 1024), "tail"),
+    "equal": ((1, 1, 1, 128, 131072), "equal"),
+}
+
+
+def inputs(shape: tuple[int, ...], kind: str, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    batch, heads, heads_kv, rows, keys = shape
+    make = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(batch, h, n, width, device="cuda", generator=make)
+        for h, n in ((heads, rows), (heads_kv, keys), (heads_kv, keys))
+    )
+    if kind == "outliers":
+        q, k, v = (
+            torch.where(torch.rand(x.shape, device="cuda", generator=make) < 0.001, x + 10 * torch.randn_like(x), x)
+            for x in (q, k, v)
+        )
+    if kind.startswith("ones"):
+        v = torch.ones_like(v)
+    if kind == "ones large":
+        q = q * 4
+    if kind == "tail":  # the first key has half of the weight
+        k = torch.zeros_like(k)
+        k[:, :, 0] = math.log(keys) / math.sqrt(width)
+        q = torch.ones_like(q)
+    if kind == "equal":
+        q = torch.zeros_like(q)
+    return q, k, v
+
+
+def report_errors(width: int, names: list[str]) -> None:
+    for name in names:
+        shape, kind = CASES[name]
+        for causal in (False, True):
+            q, k, v = inputs(shape, kind, width)
+            amax = [x.abs().amax((2, 3), keepdim=True).clamp(min=1e-6) for x in (q, k, v)]
+            of_queries = amax[0].view(shape[0], shape[2], -1).amax(-1)[:, :, None, None]
+            scales = [of_queries / 448, amax[1] / 448, amax[2] / 448]
+            whole = [scales[0].repeat_interleave(shape[1] // shape[2], 1), *scales[1:]]
+            numbers = [(x / s).to(FP8) for x, s in zip((q, k, v), whole, strict=True)]
+            given = [x.double() * s for x, s in zip(numbers, whole, strict=True)]
+            more: dict[str, Any] = {"causal": causal, "return_lse": True, "out_dtype": torch.float32}
+            for n, scale in zip(("q_descale", "k_descale", "v_descale"), scales, strict=True):
+                more[n] = scale.flatten(1)
+            out, lse = flashtile.attention(numbers[0], numbers[1], numbers[2], backend="hopper", **more)
+            expected, expected_lse, sums = exact(given[0], given[1], given[2], causal, width**-0.5)
+            error = (out - expected).abs()
+            of_lse = (lse - expected_lse).abs()
+            print(json.dumps({
+                "width": width, "case": name, "causal": causal, "max": float(error.max()),
+                "rmse": float(error.square().mean().sqrt()), "of": float(expected.square().mean().sqrt()),
+                "lse": float(of_lse.max()), "lse mean": float((lse - expected_lse).mean()), "A": float(sums.max()),
+                "lse/A": float((of_lse / sums.clamp(min=1e-6)).max()), "nan": bool(out.isnan().any()),
+            }), flush=True)  # fmt: skip
+
+
+def graph_of(function: Any, repeats: int) -> torch.cuda.CUDAGraph:
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            function()
+    return graph
+
+
+def report_times(width: int, rows: int, causal: bool, rounds: int, variants: list[str]) -> float:
+    """Print the speed of each variant and of bfloat16; return the first one's milliseconds."""
+    heads, batch = HEADS[width], TOKENS // rows
+    q, k, v = (torch.randn(batch, heads, rows, width, device="cuda") for _ in range(3))
+    flops = 4 * batch * heads * rows * rows * width * (0.5 if causal else 1.0)
+    repeats = max(1, int(0.004 * 6e14 / flops))
+    graphs = {}
+    numbers = {dtype: [t.to(dtype) for t in (q, k, v)] for dtype in (torch.bfloat16, FP8)}  # graphs read them
+    for name in (*variants, "bf16"):
+        x = numbers[torch.bfloat16 if name == "bf16" else FP8]
+        with configured({} if name == "bf16" else json.loads(name)):
+            graphs[name] = graph_of(partial(flashtile.attention, *x, causal=causal, backend="hopper"), repeats)
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for n in range(rounds + 2):
+        for name, graph in graphs.items():
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            stop.record()
+            torch.cuda.synchronize()
+            if n > 1:
+                times[name].append(start.elapsed_time(stop) / repeats)
+    medians = {name: sorted(x)[len(x) // 2] for name, x in times.items()}
+    for name, time in medians.items():
+        found = {"width": width, "rows": rows, "causal": causal, "variant": name}
+        print(json.dumps(found | {"ms": round(time, 4), "TFLOP/s": round(flops / time / 1e9, 1)}), flush=True)
+    return medians[variants[0]]
+
+
+def report_rates(width: int, rounds: int) -> None:
+    """Print the rates of a width's kernel, as `rates/` has them, that fit its times best."""
+    device = describe_device(torch.device("cuda"))
+    counted, times = [], []
+    for rows, causal in ((16384, False), (16384, True), (4096, False), (4096, True), (1024, False), (1024, True)):
+        times.append(1000 * report_times(width, rows, causal, rounds, ["{}"]))
+        q = torch.empty(TOKENS // rows, HEADS[width], rows, width, device="cuda").to(FP8)
+        problem = Problem.describe(described_call(q, q, q, None, None, {"causal": causal})).bucketed()
+        config = next(iter(candidates.forward(problem, device)))[0]
+        counts = cost.forward(problem, device, config).counts
+        kernel = next(name.removesuffix(" step") for name in counts if name.endswith(" step"))
+        counted.append([counts[f"{kernel} {part}"] for part in PARTS])
+    matrix, weights = np.array(counted), 1 / np.array(times)
+    kept = [n for n in range(len(PARTS)) if matrix[:, n].any()]
+    while True:  # no part takes less than nothing
+        x, *_ = np.linalg.lstsq(matrix[:, kept] * weights[:, None], np.ones(len(times)), rcond=None)
+        if (x >= 0).all():
+            break
+        del kept[int(x.argmin())]
+    rates = {part: round(float(x[kept.index(n)]), 4) if n in kept else 0 for n, part in enumerate(PARTS)}
+    error = np.abs(matrix[:, kept] @ x * weights - 1).max()
+    print(json.dumps({"width": width, "kernel": kernel, **rates, "largest error": round(float(error), 3)}), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--errors", action="store_true")
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--time", action="append", default=[], help="width,rows,full|causal")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--set", action="append", default=[], help="fields of a configuration; timed beside each other")
+    parser.add_argument("--rates", action="append", type=int, default=[], help="width")
+    given = parser.parse_args()
+    variants = given.set or ["{}"]
+    if given.errors:
+        with configured(json.loads(variants[0])):
+            report_errors(given.width, given.cases.split(","))
+    for case in given.time:
+        width, rows, form = case.split(",")
+        report_times(int(width), int(rows), form == "causal", given.rounds, variants)
+    for width in given.rates:
+        report_rates(width, given.rounds)
+
+
+if __name__ == "__main__":
+    main()

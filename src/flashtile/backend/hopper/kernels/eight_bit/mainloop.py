@@ -1,0 +1,262 @@
+"""Main loop of the forward kernel in 8 bits: one block of keys for the 64 rows of a warpgroup.
+
+Products of 8 bits keep some 14 bits of their sums. So each block's product with values is a sum of its own, which is
+added to acc in float32, with the factor that rescales acc.
+
+As in `forward.mainloop`, sums may be one block behind the scores: the product of q with a block of keys and those of
+the previous block's p with CONFIG.early chunks of its values are in flight together; other chunks follow one by one, in
+the same registers. Without early chunks, sums are those of the same block, which leaves more registers.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from ..forward.mainloop import ForwardOutputs, TileUnits, masked_scores, pair_block, release_q_early, zero_scores
+from ..shared.block_lists import BlockLists
+from ..shared.compat import Pointer, Scalar
+from ..shared.masking import MaskBounds
+from ..shared.mma import MMA_M, gemm_nt, gemm_wait_with
+from ..shared.pages import PageTable
+from ..shared.pipeline import consumer_release, consumer_wait, stage_chunks, stage_of
+from ..shared.ptx import opaque
+from ..shared.score_mod import Loaded
+from ..shared.scores import ScoreParams
+from ..shared.softmax import thread_row_sum
+from ..shared.tile_scheduler import TileQueue
+from . import softmax
+from .producer import EightBitPipelines
+from .rounding import mma_operand, rounded, thread_sums
+
+SMALLEST_FACTOR, LARGEST_FACTOR = gl.constexpr(1e-12), gl.constexpr(1e12)
+
+
+class Descales(NamedTuple):
+    """Scales of heads in float32, `[B, Hkv]` or absent."""
+
+    q_descale: Pointer
+    k_descale: Pointer
+    v_descale: Pointer
+    q_descale_b: Scalar  # strides
+    q_descale_h: Scalar
+    k_descale_b: Scalar
+    k_descale_h: Scalar
+    v_descale_b: Scalar
+    v_descale_h: Scalar
+
+
+class EightBitContext(NamedTuple):
+    """Arguments of the consumer warpgroups, the same for all tiles."""
+
+    pipelines: EightBitPipelines
+    outputs: ForwardOutputs
+    queue: TileQueue
+    bounds: MaskBounds
+    diagonal: gl.tensor
+    params: ScoreParams
+    descales: Descales
+    lists: BlockLists  # none
+    pages: PageTable  # none
+
+
+class EightBitState(NamedTuple):
+    """State of a warpgroup's rows between two steps. acc and l lack the last block."""
+
+    acc: tuple[gl.tensor, ...]
+    l: gl.tensor  # [M, 4], sum of rounded p  # noqa: E741
+    p: gl.tensor  # of the last block, in words (`rounding`)
+    alpha: gl.tensor  # [M, 4], factor of acc and l before that block is added
+    row_base: gl.tensor
+    total: gl.tensor  # [M, 4], sum of p as it was before, of all blocks: of lse
+
+
+@gluon.jit
+def descale(data, stride_b, stride_h, b, head):
+    """The scale of a head, 1 if there is none."""
+    if data is None:
+        return 1.0
+    else:
+        return gl.load(data + b.to(gl.int64) * stride_b + head * stride_h)
+
+
+@gluon.jit
+def tile_units(params, descales, tile):
+    """Units of a tile's scores. The softmax takes the scales if their product is positive and far from overflow, and no
+    term is added to scores.
+    """
+    b = gl.minimum(tile.b, params.batch - 1)
+    factor = descale(descales.q_descale, descales.q_descale_b, descales.q_descale_h, b, tile.head_k)
+    factor = factor * descale(descales.k_descale, descales.k_descale_b, descales.k_descale_h, b, tile.head_k)
+    if descales.q_descale is None and descales.k_descale is None:
+        return TileUnits(params.factor, params.factor, False)
+    elif params.multiplier is None:
+        in_scores = ~((factor > SMALLEST_FACTOR) & (factor < LARGEST_FACTOR))
+        return TileUnits(params.factor * gl.where(in_scores, 1.0, factor), factor, in_scores)
+    else:
+        return TileUnits(params.factor, factor, True)
+
+
+@gluon.jit
+def value_descale(params, descales, tile):
+    b = gl.minimum(tile.b, params.batch - 1)
+    return descale(descales.v_descale, descales.v_descale_b, descales.v_descale_h, b, tile.head_k)
+
+
+@gluon.jit
+def initial_state(wg_tile, params, CONFIG: gl.constexpr):
+    """State before the first step of a program. The sums finished there are garbage and are discarded."""
+    acc, l = zero_sums(wg_tile.tile, params, CONFIG)  # noqa: E741
+    row_base, _ = first_stats(wg_tile.tile, params, CONFIG)
+    p = rounded(zero_scores(CONFIG.block_n))
+    return EightBitState(acc, l, p, gl.full_like(row_base, 1.0), row_base, l)
+
+
+@gluon.jit
+def zero_sums(tile, params, CONFIG: gl.constexpr):
+    """acc and l before the first block of a tile."""
+    CHUNKS: gl.constexpr = CONFIG.value_chunks
+    acc = ()
+    for _ in gl.static_range(CHUNKS):
+        acc = acc + (zero_product(CONFIG.value_columns),)
+    _, l = first_stats(tile, params, CONFIG)  # noqa: E741
+    return acc, l
+
+
+@gluon.jit
+def first_stats(tile, params, CONFIG: gl.constexpr):
+    """row_base and total before the first block of a tile."""
+    return softmax.initial_state(zero_scores(CONFIG.block_n), params.sinks, tile.head, tile.b < params.batch)
+
+
+@gluon.jit
+def zero_product(WIDTH: gl.constexpr):
+    """Zeros `[MMA_M, WIDTH]` in the layout of a product of 8 bits."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    return gl.zeros([MMA_M, WIDTH], gl.float32, layout)
+
+
+@gluon.jit
+def value_product(context, p, count, c: gl.constexpr, CONFIG: gl.constexpr):
+    """Issue `p @ v` of a block for chunk c of the features."""
+    WIDTH: gl.constexpr = CONFIG.value_columns
+    v = context.pipelines.v_transposed.data[0].index(stage_of(count, CONFIG.transposed_stages))
+    if CONFIG.value_chunks > 1:
+        v = v.slice(c * WIDTH, WIDTH, dim=0)
+    zeros = zero_product(WIDTH)
+    p = mma_operand(p, zeros)
+    return warpgroup_mma(p, v.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def scores_of_block(context, s, units, wg_tile, n, CONFIG: gl.constexpr):
+    """Final scores `[MMA_M, BLOCK_N]` of a complete product of q and block n."""
+    params, descales = context.params, context.descales
+    s = gl.convert_layout(s, zero_scores(CONFIG.block_n).type.layout, assert_trivial=True)
+    if descales.q_descale is not None or descales.k_descale is not None:
+        if params.multiplier is not None:  # noqa: SIM114 - a compile-time branch
+            s = s * units.factor
+        elif units.in_scores:
+            s = s * units.factor
+    loaded = Loaded((), (), (), (), pair_block(params, wg_tile, n, (), CONFIG))
+    return masked_scores(s, wg_tile, n, 0, (), context, loaded, units, CONFIG)
+
+
+@gluon.jit
+def issue_scores(context, q_i, count, warpgroup: gl.constexpr, CONFIG: gl.constexpr):
+    """Wait for a block of keys, and issue its product with q."""
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    STAGES: gl.constexpr = CONFIG.stages
+    consumer_wait(context.pipelines.k, count, STAGES)
+    if CONFIG.q_stages == 1:
+        q_i = stage_chunks(context.pipelines.q, opaque(warpgroup), CONFIG.num_warpgroups, HEAD_DIM)
+    return gemm_nt(q_i, stage_chunks(context.pipelines.k, count, STAGES, HEAD_DIM), zero_product(CONFIG.block_n))
+
+
+@gluon.jit
+def release_keys(context, count, tile_count, is_last, warpgroup: gl.constexpr, CONFIG: gl.constexpr):
+    """Release a block of keys, and q with the last one of a tile."""
+    consumer_release(context.pipelines.k.empty, count, CONFIG.stages)
+    release_q_early(context.pipelines.q_empty, tile_count, warpgroup, is_last, CONFIG)
+
+
+@gluon.jit
+def late_step(
+    state, context, q_i, units, count, tile_count, wg_tile, n, warpgroup: gl.constexpr, CONFIG: gl.constexpr
+):  # fmt: skip
+    """Step number `count`: scores and p of block n, and the sums of the previous block."""
+    EARLY: gl.constexpr = CONFIG.early
+    v_transposed = context.pipelines.v_transposed
+    s = issue_scores(context, q_i, count, warpgroup, CONFIG)
+    consumer_wait(v_transposed, count, CONFIG.transposed_stages)
+    products = early_products(state, context, count, CONFIG)
+    s = warpgroup_mma_wait(EARLY, deps=(s,))
+    release_keys(context, count, tile_count, n == wg_tile.tile.lo, warpgroup, CONFIG)
+    t = scores_of_block(context, s, units, wg_tile, n, CONFIG)
+    row_base, alpha, p = softmax.update(state.row_base, t, units.scale_log2, CONFIG.speculative_exps)
+    total = state.total * alpha + thread_row_sum(p)
+    l = with_last_sum(state)  # noqa: E741
+    products, others = gemm_wait_with(products, (p, alpha, row_base, total, l))
+    acc = add_products(state, context, products, count, CONFIG)
+    consumer_release(v_transposed.empty, count, CONFIG.transposed_stages)
+    return EightBitState(acc, others[4], rounded(others[0]), others[1], others[2], others[3])
+
+
+@gluon.jit
+def whole_step(
+    state, context, q_i, units, count, tile_count, wg_tile, n, warpgroup: gl.constexpr, CONFIG: gl.constexpr
+):  # fmt: skip
+    """Step number `count`: scores, p and sums of block n."""
+    v_transposed = context.pipelines.v_transposed
+    s = issue_scores(context, q_i, count, warpgroup, CONFIG)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    release_keys(context, count, tile_count, n == wg_tile.tile.lo, warpgroup, CONFIG)
+    t = scores_of_block(context, s, units, wg_tile, n, CONFIG)
+    row_base, alpha, p = softmax.update(state.row_base, t, units.scale_log2, CONFIG.speculative_exps)
+    total = state.total * alpha + thread_row_sum(p)
+    consumer_wait(v_transposed, count, CONFIG.transposed_stages)
+    state = EightBitState(state.acc, state.l, rounded(p), alpha, row_base, total)
+    acc = add_products(state, context, (), count, CONFIG)
+    consumer_release(v_transposed.empty, count, CONFIG.transposed_stages)
+    return EightBitState(acc, with_last_sum(state), state.p, alpha, row_base, total)
+
+
+@gluon.jit
+def early_products(state, context, count, CONFIG: gl.constexpr):
+    """Issue the products of the last block that are in flight together."""
+    EARLY: gl.constexpr = CONFIG.early
+    products = ()
+    for c in gl.static_range(EARLY):
+        products = products + (value_product(context, state.p, count, c, CONFIG),)
+    return products
+
+
+@gluon.jit
+def with_last_sum(state):
+    """l with the last block."""
+    return state.l * state.alpha + gl.convert_layout(thread_sums(state.p), state.l.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def add_products(state, context, products, count, CONFIG: gl.constexpr):
+    """acc with the last block, of which the first `products` are complete; others follow one after another."""
+    EARLY: gl.constexpr = CONFIG.early
+    CHUNKS: gl.constexpr = CONFIG.value_chunks
+    acc = ()
+    for c in gl.static_range(EARLY):
+        acc = acc + (softmax.scaled_sum(state.acc[c], state.alpha, products[c]),)
+    for c in gl.static_range(EARLY, CHUNKS):
+        product = value_product(context, state.p, count, c, CONFIG)
+        product = warpgroup_mma_wait(0, deps=(product,))
+        acc = acc + (softmax.scaled_sum(state.acc[c], state.alpha, product),)
+    return acc
+
+
+@gluon.jit
+def last_sums(state, context, count, CONFIG: gl.constexpr):
+    """acc and l of a program's last tile."""
+    consumer_wait(context.pipelines.v_transposed, count, CONFIG.transposed_stages)
+    products = early_products(state, context, count, CONFIG)
+    products, _ = gemm_wait_with(products, (state.alpha,))
+    return add_products(state, context, products, count, CONFIG), with_last_sum(state)

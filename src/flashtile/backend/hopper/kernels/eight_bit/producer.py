@@ -1,0 +1,46 @@
+"""The producer warp: TMA loads of q, k and v in 8 bits."""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..forward.producer import load_q
+from ..shared.coordinates import kv_coord
+from ..shared.pipeline import Pipeline, SmemBuffers, acquire_and_load
+from ..shared.tile_scheduler import REQUEST_DISTANCE, pop_tile, request_tile
+
+
+class EightBitPipelines(NamedTuple):
+    """Buffers between the producer warp, the warpgroup that transposes values, and the consumers."""
+
+    q: SmemBuffers
+    q_empty: gl.shared_memory_descriptor  # [buffers, 1] mbarriers
+    k: Pipeline
+    v: Pipeline  # as they lie in memory
+    v_transposed: Pipeline  # values [features, keys]
+
+
+@gluon.jit
+def producer_warp(q_desc, k_desc, v_desc, pipelines, queue, CONFIG: gl.constexpr, PACKED: gl.constexpr):
+    """The partition that loads q, k and v: blocks of keys of a tile, the last one first."""
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
+    BLOCK_N: gl.constexpr = CONFIG.block_n
+    STAGES: gl.constexpr = CONFIG.stages
+    V_STAGES: gl.constexpr = CONFIG.v_stages
+    tile_count = 0
+    count = 0
+    tile = pop_tile(queue, 0)
+    while tile.b >= 0:
+        blocks = tile.hi - tile.lo
+        for step in range(blocks):
+            request_tile(queue, step == gl.maximum(blocks - REQUEST_DISTANCE, 0))
+            coord = kv_coord(tile, (tile.hi - 1 - step) * BLOCK_N, PACKED)
+            acquire_and_load(pipelines.k, k_desc, coord, count, STAGES, HEAD_DIM)
+            if step == 0:
+                load_q(q_desc, pipelines, tile, tile_count, CONFIG, PACKED)
+            acquire_and_load(pipelines.v, v_desc, coord, count, V_STAGES, HEAD_DIM_V)
+            count += 1
+        tile_count += 1
+        tile = pop_tile(queue, tile_count)

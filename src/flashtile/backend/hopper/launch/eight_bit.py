@@ -1,0 +1,107 @@
+"""The launch of forward for queries, keys and values in float8_e4m3fn."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....call import eight_bit
+from ....call.call import Call, Tensors, lse_shape, new_rows
+from ....call.device import describe_device
+from ...gpu.kernel import Kernel
+from ...gpu.pairs import pair_pointers, pair_scalars
+from ...gpu.pointers import Described
+from ...gpu.replay import Recorder
+from ...replays import Results
+from ...scalars import head_strides, head_terms, rows_last, score_units, window_numbers
+from ..tile_config import MMA_M, EightBitForward
+from . import KERNELS
+from .descriptors import dense_descriptor, is_tma_aligned, ragged_descriptor
+from .formulas import NO_INPUTS
+from .scheduler_args import query_group, scheduler_args
+from .semaphores import tile_count_semaphore
+
+FORWARD = Kernel(f"{KERNELS}.eight_bit.forward", "eight_bit_forward_kernel")
+
+
+def launch_forward(recorder: Recorder, config: EightBitForward, call: Call) -> Results:
+    """Record the launch of a forward pass."""
+    t = Tensors.from_flat(recorder.inputs)
+    call = call._replace(tensors=t)
+    out = t.out
+    if out is None or not is_tma_aligned(out):
+        out = recorder.new(new_rows(t.q, t.q.shape[1], t.v.shape[-1], call.out_dtype))
+    lse = recorder.new(t.q.new_empty(lse_shape(t.q), dtype=torch.float32))
+    if t.q.numel() > 0:
+        launch_tiles(recorder, config, call, out, lse)
+    if t.out is None or t.out is out:
+        return out, lse
+    recorder.effect(Tensor.copy_, t.out, out)
+    return t.out, lse
+
+
+def launch_tiles(recorder: Recorder, config: EightBitForward, call: Call, out: Tensor, lse: Tensor) -> None:
+    t = call.tensors
+    q, k, v = (recorder.op(rows_last, x) for x in t[:3])
+    packed = t.cu_seqlens_q is not None
+    make_descriptor = ragged_descriptor if packed else dense_descriptor
+    scales, strides = descales(call)
+    pointers = {
+        "q_desc": Described(q, make_descriptor, (MMA_M, config.head_dim.box)),
+        "k_desc": Described(k, make_descriptor, (config.block_n, config.head_dim.box)),
+        "v_desc": Described(v, make_descriptor, (config.block_n, config.head_dim_v.box)),
+        "out_desc": Described(out, make_descriptor, (MMA_M, min(config.value_columns, config.epilogue_columns))),
+        "lse": lse,
+        "tile_count_semaphore": recorder.op(partial(tile_count_semaphore, q.device, packed)),
+        **{symbol: recorder.contiguous(x) for symbol, x in head_terms(t).items()},
+        "sinks": recorder.contiguous(t.sinks),
+        "cu_seqlens_q": recorder.contiguous(t.cu_seqlens_q),
+        "cu_seqlens_k": recorder.contiguous(t.cu_seqlens_k),
+        "seqused_k": recorder.contiguous(t.seqused_k),
+        **scales,
+        **pair_pointers(t),
+    }
+    pairs = pair_scalars(t, 1)
+    scheduling = scheduler_args(call, config)
+    scalars: dict[str, Any] = {
+        **scheduling,
+        "stride_lse": scheduling["seqlen_q"],
+        **score_units(call),
+        **window_numbers(call),
+        **head_strides(t, absent=0),
+        **strides,
+        **{name: x for name, x in pairs.items() if name != "pair_align"},
+        **NO_INPUTS,
+        "num_heads": t.q.shape[1],
+        "group": query_group(call),
+        "CONFIG": config.compiled,
+        "num_warps": 4,
+    }
+    programs = min(describe_device(t.q.device).cores, scheduling["num_tiles"])
+    recorder.launch(FORWARD, pointers, programs, scalars)
+
+
+def descales(call: Call) -> tuple[dict[str, Tensor | None], dict[str, int | None]]:
+    """Pointers and strides of the scales of heads."""
+    t = call.tensors
+    batch = t.q.shape[0] if t.cu_seqlens_q is None else t.cu_seqlens_q.shape[0] - 1
+    heads = t.k.shape[1]
+    pointers: dict[str, Tensor | None] = {}
+    strides: dict[str, int | None] = {}
+    for name in ("q_descale", "k_descale", "v_descale"):
+        x = getattr(t, name)
+        pointers[name] = x
+        strides |= {f"{name}_b": None, f"{name}_h": None}
+        if x is not None:
+            of_queries = name == "q_descale"
+            view = (
+                eight_bit.query_scales(x, t.q, heads, batch)
+                if of_queries
+                else eight_bit.key_scales(x, t.k, batch, call.layout)
+            )
+            assert view is not None  # `call.check` refuses others
+            place = 1 if of_queries else 3
+            strides[f"{name}_b"] = view.stride(0) if view.shape[0] > 1 else 0
+            strides[f"{name}_h"] = view.stride(place)
+    return pointers, strides

@@ -1,0 +1,96 @@
+"""The Hopper kernel of float8_e4m3fn without a GPU: results on the emulation, and mistakes that it notices."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+from eight_bit_cases import CASES, FP8, call_of, is_close, run
+from forced import first, forced
+from gluon_emulation.backend import FOLDER, copy_with_mistake, emulated
+from gluon_emulation.machine import EmulationError
+
+from flashtile.backend.hopper import support
+from flashtile.testing.poison import poisoned_allocation
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def is_wrong(given: dict[str, Any], seed: int = 0, folder: Path = FOLDER) -> bool:
+    with emulated(3, seed, folder) as launched, poisoned_allocation():
+        out, lse = run(given, "hopper")
+    assert launched == ["eight_bit_forward_kernel"]
+    return not is_close(given, out, lse)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results(name: str) -> None:
+    assert not is_wrong(CASES[name])
+
+
+def test_equal_values_come_out_as_they_are() -> None:
+    """Whatever p is: its sum is that of rounded numbers."""
+    given = call_of(64, 64, 300, scales=0)
+    given["v"] = torch.full_like(given["v"].float(), 1.25).to(FP8)
+    with emulated():
+        out, _ = run(given, "hopper")
+    assert (out / 1.25 - 1).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    "changes", [{"early": 0}, {"early": 0, "num_warpgroups": 3}, {"early": 2, "speculative_exps": 8}], ids=str
+)
+def test_other_configurations(changes: dict[str, Any]) -> None:
+    with forced(support, first(**changes)):
+        assert not is_wrong(CASES["causal"], seed=1)
+
+
+MAINLOOP, TRANSPOSE, FORWARD, SOFTMAX, ROUNDED = (
+    f"kernels/eight_bit/{name}.py" for name in ("mainloop", "transpose", "forward", "softmax", "rounding")
+)
+WAIT_VALUES = "consumer_wait(v_transposed, count, CONFIG.transposed_stages)\n    products"
+WAIT_S = "s = warpgroup_mma_wait(EARLY, deps=(s,))\n    "
+RELEASE_K = "release_keys(context, count, tile_count, n == wg_tile.tile.lo, warpgroup, CONFIG)\n    "
+ADD = "acc = add_products(state, context, products, count, CONFIG)\n    "
+RELEASE_V = "consumer_release(v_transposed.empty, count, CONFIG.transposed_stages)\n    "
+BUGS = {
+    "values are not waited for": (MAINLOOP, WAIT_VALUES, "products"),
+    "keys are released early": (MAINLOOP, WAIT_S + RELEASE_K, RELEASE_K + WAIT_S),
+    "values are released before they are multiplied": (MAINLOOP, ADD + RELEASE_V, RELEASE_V + ADD),
+    "transposed values without a fence": (TRANSPOSE, "            fence_async_shared()\n", ""),
+    "memory of values is not waited for": (
+        TRANSPOSE, "producer_acquire(transposed.empty, count + LATE, TRANSPOSED_STAGES)", "pass",
+    ),
+    "values are released unread": (TRANSPOSE, "            consumer_release(v.empty, count, STAGES)\n", ""),
+    "another order of keys": (TRANSPOSE, "[4, 1, 0, 2, 3]", "[4, 1, 0, 3, 2]"),
+    "p in another order": (ROUNDED, "[first, second, third, fourth]", "[first, third, second, fourth]"),
+    "sums of the tile before": (FORWARD, "EightBitState(acc, l, state.p,", "EightBitState(state.acc, l, state.p,"),
+    "row_max of the next tile": (FORWARD, "state.l, last_base, last_total,", "state.l, state.row_base, last_total,"),
+    "a sink as large as without an offset": (SOFTMAX, "l * LARGEST_P_OF_A_SINK", "l"),
+    "the head of queries": (MAINLOOP, "descales.v_descale_h, b, tile.head_k)", "descales.v_descale_h, b, tile.head)"),
+}  # fmt: skip
+OF_BUGS = {
+    "sums of the tile before": "sinks",
+    "a sink as large as without an offset": "sinks",
+    "the head of queries": "top left of groups",
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bugs(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / f"hopper_{list(BUGS).index(name)}"
+    file, old, new = BUGS[name]
+    copy_with_mistake(folder, file, name, old, new)
+    given = CASES[OF_BUGS[name]] if name in OF_BUGS else call_of(128, 130, 700, causal=True)
+    with forced(support, first(stages=1, transposed_stages=1)):
+        assert any(is_noticed(given, seed, folder) for seed in range(12))
+
+
+def is_noticed(given: dict[str, Any], seed: int, folder: Path) -> bool:
+    try:
+        return is_wrong(given, seed, folder)
+    except (EmulationError, IndexError):
+        return True

@@ -1,0 +1,45 @@
+"""The Hopper kernel of float8_e4m3fn on a GPU."""
+
+import pytest
+import torch
+from eight_bit_cases import CASES, FP8, call_of, is_close, on, run
+
+from flashtile.backend.hopper import support
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(support.unusable() is not None, reason="no Hopper GPU"),
+    pytest.mark.usefixtures("watchdog"),
+]
+PRODUCTS = 2.0**-13  # last bit of a sum of products of 8 bits, relative to the largest of its terms
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results(name: str) -> None:
+    given = CASES[name]
+    out, lse = run(on("cuda", given), "hopper")
+    assert is_close(given, out, lse, of_products=PRODUCTS * given["q"].shape[-1] / 32)
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_equal_values_over_128k_keys(width: int) -> None:
+    given = call_of(width, 128, 131072, scales=0)
+    given["v"] = torch.full_like(given["v"].float(), 1.25).to(FP8)
+    out, _ = run(on("cuda", given), "hopper")
+    assert (out / 1.25 - 1).abs().max() < 1e-3
+
+
+def test_results_repeat_bitwise() -> None:
+    given = on("cuda", call_of(128, 1000, 1500, (8, 2), 3, causal=True))
+    first, *others = (run(given, "hopper") for _ in range(4))
+    assert all(torch.equal(x, y) for again in others for x, y in zip(again, first, strict=True))
+
+
+def test_a_graph_of_calls() -> None:
+    given = on("cuda", call_of(64, 200, 300, causal=True))
+    expected, _ = run(given, "hopper")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = run(given, "hopper")
+    graph.replay()
+    assert torch.equal(out, expected)

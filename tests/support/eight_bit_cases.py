@@ -1,0 +1,88 @@
+"""Calls in float8_e4m3fn, and how far their results may be from exact ones of the dequantized numbers."""
+
+from typing import Any
+
+import torch
+from checking import offsets
+from torch import Tensor
+
+import flashtile
+
+FP8 = torch.float8_e4m3fn
+ROUNDING = 2.0**-4  # of p, relative; another one of p's sum
+SMALLEST = 2.0**-10 / 2.0**6.5  # half of the smallest number, of a p that is 2 ** 6.5 at row_max
+
+
+def call_of(
+    width: int, rows: Any, keys: Any, heads: tuple[int, int] = (2, 2), batch: int = 1, scales: float = 1.5, **more: Any
+) -> dict[str, Any]:
+    """The arguments of a call; lists of lengths make a packed one, whose last tokens are outside of all sequences."""
+    make = torch.Generator().manual_seed(width + heads[0])
+    packed = not isinstance(rows, int)
+    shapes = [(batch, h, n, width) for h, n in zip((heads[0], heads[1], heads[1]), (rows, keys, keys), strict=True)]
+    if packed:
+        batch = len(rows)
+        shapes = [
+            (sum(n) + 3, h, width) for h, n in zip((heads[0], heads[1], heads[1]), (rows, keys, keys), strict=True)
+        ]
+        more |= {"cu_seqlens_q": offsets(*rows), "cu_seqlens_k": offsets(*keys)}
+    tensors = [torch.randn(x, generator=make).to(FP8) for x in shapes]
+    given: dict[str, Any] = dict(zip("qkv", tensors, strict=True))
+    given |= {"out_dtype": torch.float32, "return_lse": True} | more
+    if scales:
+        descales = (scales * torch.rand(batch, heads[1], generator=make) + 0.1 for _ in range(3))
+        given |= dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
+    return given
+
+
+CASES = {
+    "full": call_of(64, 70, 200),
+    "causal": call_of(128, 200, 300, causal=True),
+    "causal 256": call_of(256, 130, 300, causal=True, out_dtype=torch.bfloat16),
+    "a key after a block": call_of(128, 129, 129, scales=0),
+    "top left of groups": call_of(128, 130, 130, (2, 1), causal="top_left"),
+    "window of groups": call_of(64, 150, 257, (4, 2), 2, window=(60, 20)),
+    "softcap": call_of(128, 100, 150, softcap=3.0, causal=True),
+    "sinks": call_of(64, 130, 150, sinks=torch.tensor([3.0, -2.0]), causal=True),
+    "slopes": call_of(64, 100, 150, alibi_slopes=torch.tensor([1.0, 0.01]), causal=True),
+    "narrower": call_of(96, 100, 150, causal=True),
+    "rows without keys": call_of(80, 200, 100, causal=True, out_dtype=torch.float16),
+    "negative scale": call_of(64, 70, 130, scale=-0.1),
+    "packed": call_of(64, (70, 0, 130), (100, 20, 257), (4, 2), causal=True),
+    "packed, used": call_of(128, (70, 1, 130), (100, 20, 257), seqused_k=torch.tensor([50, 20, 0]).int()),
+}
+
+
+def run(given: dict[str, Any], backend: str) -> tuple[Tensor, Tensor]:
+    packed = "cu_seqlens_q" in given
+    return (flashtile.attention_varlen if packed else flashtile.attention)(**given, backend=backend)  # type: ignore[return-value]
+
+
+def on(device: str, given: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in given.items()}
+
+
+def is_close(given: dict[str, Any], out: Tensor, lse: Tensor, of_products: float = 0.0) -> bool:
+    """Whether results differ from exact ones by no more than the rounding of p, and `of_products` relative to sums of
+    absolute values of products.
+    """
+    exact: dict[str, Any] = on("cpu", given) | {"out_dtype": torch.float32}
+    expected, expected_lse = run(exact, "reference")
+    size, _ = run(exact | {"v": exact["v"].float().abs().to(FP8)}, "reference")
+    largest = exact["v"].float().abs().max() * (1 if "v_descale" not in exact else exact["v_descale"].max())
+    score = of_products * largest_sum(exact)
+    bound = 2 * (ROUNDING + score + of_products) * size + exact["v"].shape[-2] * SMALLEST * largest
+    error = (out.cpu().float() - expected).abs()
+    rms = error.square().mean().sqrt() / size.square().mean().sqrt()
+    same_lse = torch.allclose(lse.cpu(), expected_lse, rtol=1e-5, atol=1e-5 + score)
+    within = bool((error <= bound + torch.finfo(out.dtype).eps * size).all())
+    return within and bool(rms < ROUNDING / 4 + score) and same_lse
+
+
+def largest_sum(given: dict[str, Any]) -> float:
+    """The largest sum of a score's absolute products, at most."""
+    scale = abs(given.get("scale", given["q"].shape[-1] ** -0.5))
+    for name in ("q_descale", "k_descale"):
+        scale *= float(given[name].max()) if name in given else 1.0
+    q, k = (given[name].float().square().sum(-1).sqrt().max() for name in "qk")
+    return float(scale * q * k)
