@@ -180,8 +180,7 @@ def _plan(problem: Problem, device: Device, backend: str, needs: Needs | None, m
     chosen, reasons = fastest(names, declines, problem, device, needs, moves)
     if chosen is not None and None not in (needs, moves) and getattr(chosen.tile, "tangents", None) is not None:
         first, _ = fastest(names, declines, problem, device, None, moves)
-        if first is not None and first.backend not in (chosen.backend, "tiled"):
-            chosen = chosen._replace(first=first)
+        return chosen._replace(first=None if first is None or first.backend in (chosen.backend, "tiled") else first)
     if chosen is not None:
         return chosen
     asked = "no backend takes this call" if backend == "auto" else f"backend {backend!r} does not take this call"

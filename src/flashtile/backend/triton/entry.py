@@ -43,7 +43,7 @@ def record_tangents(plan: Plan, call: Call, tangents: Tangents) -> tuple[Any, tu
 def second(
     plan: Plan, call: Call, along: Tangents, needs: Needs, dout: Tensor | None, dlse: Tensor | None, *results: Tensor
 ) -> tuple[Tensor, Tensor, Gradients]:
-    """`results` are those of forward mode, if another backend has computed them."""
+    """The pass, from the results of forward mode if another backend has computed those."""
     if isinstance(plan.tile.second, BlockedSecond):  # neither is needed by other passes
         from .launch.second_blocks import launch_second_blocks as launch_second
     else:

@@ -74,7 +74,7 @@ def unsplit_tangents(problem: Problem, device: Device) -> list[TileConfig]:
 
 
 def tangents_of(problem: Problem, device: Device) -> list[TileConfig]:
-    """Tiles for two accumulators; those of `kernels.mma` with another one, which has splits and takes any rows."""
+    """Tiles for two accumulators. One of `kernels.mma` has another with it, which splits keys and takes any rows."""
     row = row_of(problem, device)
     tiles = (row.forward,) if device.type == "cpu" else tangent_tiles(problem, device)
     other = next((tile for tile in tiles if not tile.mma), row.forward)
@@ -117,10 +117,8 @@ def blocked_second(problem: Problem, device: Device) -> BlockedSecond | None:
     p = problem
     if width_of(p) <= BLOCKED_ABOVE or p.layout != "dense" or p.softcap:
         return None
-    if device.type == "cpu":
-        return tables.BLOCKED_INTERPRETER
-    if memory_of(device) < BLOCKED_MEMORY:
-        return None
+    if device.type == "cpu" or memory_of(device) < BLOCKED_MEMORY:
+        return tables.BLOCKED_INTERPRETER if device.type == "cpu" else None
     return tables.BLOCKED_SINGLE if p.dtype is torch.float32 else tables.BLOCKED_SECOND
 
 
@@ -139,8 +137,7 @@ def tangent_tiles(problem: Problem, device: Device) -> tuple[KernelConfig, ...]:
         found = tuple(x._replace(block_m=32, num_warps=4) for x in found)
     if needs_room(p, device):
         found = tuple(x._replace(block_n=max(16, x.block_n // 2)) for x in found)
-    tiles = dict.fromkeys(tangents_within_memory(x, p, device) for x in found)
-    return tuple(tiles)
+    return tuple(dict.fromkeys(tangents_within_memory(x, p, device) for x in found))
 
 
 def tangents_within_memory(tile: KernelConfig, problem: Problem, device: Device) -> KernelConfig:
@@ -338,9 +335,8 @@ def more(tile: KernelConfig, kernel: str, problem: Problem, device: Device) -> l
 
 def mma_tiles(kernel: str, problem: Problem, device: Device) -> list[KernelConfig]:
     """The tiles of a kernel of `kernels.mma` that a chip has the shared memory for."""
-    if not takes_mma(problem, device):
-        return []
-    return [tile for tile in fitting(f"mma {kernel}", "mma.sync", problem) if fits(problem, device, tile, kernel)]
+    found = fitting(f"mma {kernel}", "mma.sync", problem) if takes_mma(problem, device) else ()
+    return [tile for tile in found if fits(problem, device, tile, kernel)]
 
 
 def fitting(kernel: str, chips: str, problem: Problem) -> tuple[KernelConfig, ...]:
@@ -439,10 +435,8 @@ def fitted(row: WidthConfigs, problem: Problem, device: Device) -> WidthConfigs:
 def is_biased(problem: Problem, device: Device) -> bool:
     """Whether a call of few features adds a bias for each pair to a plain one of more than a tile."""
     p = problem
-    if p.batch_invariant:  # it depends on lengths
-        return False
-    if min(p.seqlen_q, p.seqlen_k) <= SHORT or is_decoding(p, large_groups=True):
-        return False
+    if p.batch_invariant or min(p.seqlen_q, p.seqlen_k) <= SHORT or is_decoding(p, large_groups=True):
+        return False  # batch-invariant calls have tiles of no length
     return width_of(p) <= tables.BIASED.width and has_most(p.dtype, device) and adds_bias(p, device)
 
 
