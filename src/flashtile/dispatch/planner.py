@@ -139,8 +139,7 @@ def count(call: Call, chosen: Plan, direction: str) -> None:
         why.append("named by `backend`")
     elif os.environ.get(BACKEND_VARIABLE, "auto") != "auto":
         why.append(f"named by {BACKEND_VARIABLE}")
-    if chosen.first is not None:
-        why.append(f"forward mode: {chosen.first.backend}")
+    why += [] if chosen.first is None else [f"forward mode: {chosen.first.backend}"]
     if chosen.rest is not None:
         why += [f"gradient of {name}: {backend}" for name, backend in chosen.rest.in_words().items()]
     layout = "attention" if call.layout == "dense" else "attention_varlen"

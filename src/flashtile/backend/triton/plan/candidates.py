@@ -263,8 +263,7 @@ def few_rows_tile(shipped: KernelConfig, width: int, problem: Problem, device: D
         block_m = min(block_m, shipped.block_m)
     if not loads_ahead(problem, device):
         return KernelConfig(block_m, min(shipped.block_n, block_n), 4, shipped.num_stages)
-    if block_m > MAX_ROWS and width <= 64:
-        block_m = MAX_ROWS
+    block_m = min(block_m, MAX_ROWS) if width <= 64 else block_m
     if block_m > MAX_ROWS:
         return KernelConfig(block_m, block_n, 8, 4)
     if block_m > FEW:
@@ -325,12 +324,11 @@ def of_float32(plain: TileConfig, problem: Problem) -> Iterator[TileConfig]:
 def more(tile: KernelConfig, kernel: str, problem: Problem, device: Device) -> list[KernelConfig]:
     """The tile, and others of plain calls, on chips with the most shared memory or with mma.sync."""
     p = problem
-    if p.dtype is torch.float32 or needs_room(p, device) or p.softcap or p.score_mod or p.mask_mod:
-        return [tile]
-    if not has_most(p.dtype, device) and device.arch not in MMA_SYNC:
+    measured = has_most(p.dtype, device) or (p.dtype is not torch.float32 and device.arch in MMA_SYNC)
+    if not measured or needs_room(p, device) or p.softcap or p.score_mod or p.mask_mod:
         return [tile]
     others = fitting(kernel, "most" if has_most(p.dtype, device) else "mma.sync", p)
-    return [tile, *(other for other in others if other != tile)]
+    return list(dict.fromkeys((tile, *others)))
 
 
 def mma_tiles(kernel: str, problem: Problem, device: Device) -> list[KernelConfig]:
@@ -352,9 +350,8 @@ def one_tile(problem: Problem, device: Device) -> list[FusedConfig]:
     block_m, block_n = (max(16, power_of_two(n)) for n in (p.seqlen_q, p.seqlen_k))
     width = max(p.head_dim, p.head_dim_v)
     most_pairs = INTERPRETER_PAIRS if device.type == "cpu" else SHORT_PAIRS if width <= 64 else SHORT_PAIRS // 2
-    if block_m * block_n > most_pairs or max(block_m, block_n) > SHORT_LENGTH:
-        return []
-    if width > (128 if has_most(p.dtype, device) else 64):
+    widest = 128 if has_most(p.dtype, device) else 64
+    if block_m * block_n > most_pairs or max(block_m, block_n) > SHORT_LENGTH or width > widest:
         return []
     stages = 1 if block_m * block_n <= 32 * 32 or not has_most(p.dtype, device) else 2
     return [FusedConfig(KernelConfig(block_m, block_n, 4, stages))]
