@@ -72,6 +72,7 @@ def main(full: bool, architectures: tuple[str, ...], names: tuple[str, ...], out
             wrong.append(f"{arch} {family} {launch.name}: reads registers that nothing has written")
         seconds = round(time.perf_counter() - start, 1)
         rows.append({"triton": triton.__version__, "arch": arch, "family": family, **found, "seconds": seconds})
+    compiled = len(rows)
     if out is not None and rows:
         kept = list(csv.DictReader(out.open(newline=""))) if out.exists() else []
         done = {(row["arch"], row["family"]) for row in rows}
@@ -80,7 +81,7 @@ def main(full: bool, architectures: tuple[str, ...], names: tuple[str, ...], out
             writer = csv.DictWriter(file, list(rows[-1]))
             writer.writeheader()
             writer.writerows(rows)
-    click.echo("\n".join([*wrong, f"{len(rows)} kernels compiled, {len(wrong)} wrong, Triton {triton.__version__}"]))
+    click.echo("\n".join([*wrong, f"{compiled} kernels compiled, {len(wrong)} wrong, Triton {triton.__version__}"]))
     sys.exit(1 if wrong else 0)
 
 
