@@ -5,7 +5,7 @@ ratio is the call's time divided by bfloat16's, a median over rounds. A read is 
 cache. The default shapes take at most a minute on an H100.
 
 With `--forms`, calls of 8 bits run in several forms, tiles and ways to read numbers, over fewer shapes and kinds: the
-quickest one belongs into `plan.candidates.few_rows_tile`. Kernels are compiled first, two to three seconds each.
+quickest one belongs into `plan.few_rows.tile_of`. Kernels are compiled first, two to three seconds each.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from torch import Tensor
 import flashtile
 from flashtile.as_arch import ARCHITECTURES, install
 from flashtile.backend.triton.launch import eight_bit
-from flashtile.backend.triton.plan import candidates
+from flashtile.backend.triton.plan import few_rows
 from flashtile.backend.triton.tile_config import KernelConfig
 from flashtile.bench.clocks import clock_of
 from flashtile.bench.rounds import Entrant, band, interleave
@@ -69,10 +69,10 @@ def call_of(q: Tensor, cache: Tensor, descale: Tensor | None) -> Callable[[], Te
 @contextmanager
 def planned_as(form: Form) -> Iterator[None]:
     """Calls are planned, and captured, in this form."""
-    tile = candidates.few_rows_tile if form.tile is None else lambda *_: form.tile
+    tile = few_rows.tile_of if form.tile is None else lambda *_: form.tile
     words = eight_bit.in_pairs if form.words else lambda *_: False
     fast_path.forget()
-    with mock.patch.object(candidates, "few_rows_tile", tile), mock.patch.object(eight_bit, "in_pairs", words):
+    with mock.patch.object(few_rows, "tile_of", tile), mock.patch.object(eight_bit, "in_pairs", words):
         yield
     fast_path.forget()
 

@@ -70,9 +70,10 @@ def front_losses() -> str:
     """Where others are faster, which stands above the speeds."""
     eager, backward, sm_80 = models(eager=True), hopper(HOPPER[1]), mma("backward")
     worst = {width: min(x for (d, *_), x in backward.items() if d == width) for width in ("96", "192")}
+    down = " and ".join(dict.fromkeys(f"{x:.2f}" for x in worst.values()))
     parts = (
         f"eager calls below 0.1 ms, mostly with gradients (down to {min(eager):.2f} of the best other's speed, H100)",
-        f"backward at head dimensions 96 and 192 (down to {worst['96']:.2f} and {worst['192']:.2f}, H200)",
+        f"backward at head dimensions 96 and 192 (down to {down}, H200)",
         f"a Llama's decoding outside of a CUDA graph ({llama_decoding():.2f} of sdpa's speed, H200)",
         f"sm_80 code, backward (mean {geometric_mean(sm_80):.2f}, down to {min(sm_80):.2f})",
         "and the first call, which compiles.",

@@ -155,7 +155,8 @@ def draw(name: str) -> None:
         y = len(lanes) - 1 - lanes.index(bar.lane)
         ax.broken_barh([(bar.start, bar.cycles)], (y - 0.38, 0.76), facecolors=COLORS[bar.kind], edgecolor="white")
         color = "white" if bar.kind in WHITE else "black"
-        ax.text(bar.start + bar.cycles / 2, y, bar.label, ha="center", va="center", fontsize=7.5, color=color)
+        size = 7.5 if len(bar.label) < 9 else 6  # of points, within the bar
+        ax.text(bar.start + bar.cycles / 2, y, bar.label, ha="center", va="center", fontsize=size, color=color)
     ax.set(yticks=range(len(lanes)), yticklabels=lanes[::-1], ylim=(-0.6, len(lanes) - 0.4))
     ax.set_xlabel("cycles, each unit as if alone")
     ax.set_title(title, fontsize=10, loc="left")

@@ -1,7 +1,7 @@
 """Generate over caches of 8 bits, with a tiny Llama of bytes that is trained first.
 
     pip install 'flashtile[transformers]'
-    python examples/eight_bit_cache.py                 # a minute or two on two cores
+    python examples/eight_bit_cache.py                 # less than a minute on two cores
     python examples/eight_bit_cache.py --device cuda
 
 Texts are Python's help topics. Perplexity is that of tokens of texts that training leaves out, in pieces that each read

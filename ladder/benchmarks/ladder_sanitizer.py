@@ -135,11 +135,15 @@ CORRECT = ("kernels", "memory", "numba", "triton")
 MISTAKES = (("racecheck", "barrier"), ("memcheck", "bound"))  # and the tool that finds it
 
 
-def planned() -> list[tuple[str, str]]:
-    """Tools and what they run; Numba's kernel where Numba is installed."""
-    correct = [what for what in CORRECT if what != "numba" or importlib.util.find_spec("numba") is not None]
+def planned(correct: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Tools and what they run: both mistakes, and these kernels."""
     tools = {"triton": TOOLS[:1]}  # racecheck knows nothing of barriers that count bytes
     return [*MISTAKES, *((tool, what) for what in correct for tool in tools.get(what, TOOLS))]
+
+
+def runnable() -> tuple[str, ...]:
+    """Kernels that run here: Numba's where Numba is installed."""
+    return tuple(what for what in CORRECT if what != "numba" or importlib.util.find_spec("numba") is not None)
 
 
 def checked(tool: str, what: str, sanitizer: str) -> dict[str, Any]:
@@ -168,7 +172,7 @@ def main() -> int:
         print(f"{options.sanitizer} is not there: it comes with the CUDA toolkit.")
         return 2
     rows = []
-    for tool, what in planned():
+    for tool, what in planned(runnable()):
         rows.append(checked(tool, what, path))
         print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
         if options.out:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import runpy
 from collections.abc import Callable
 from typing import Any
 
@@ -293,8 +294,17 @@ def sanitizer() -> str:
         ("tool", "run on", "errors"),
         [[x["tool"], titles[x["run"]], "did not finish" if x["errors"] is None else str(x["errors"])] for x in found],
     )
-    left = [title for run, title in titles.items() if run not in {x["run"] for x in found}]
-    return f"{table}\n\n*Not run yet:* {', '.join(left)} (`{command}`)." if left else table
+    done = {(x["tool"], x["run"]) for x in found}
+    missing = [pair for pair in sanitizer_runs() if pair not in done]
+    tools = {run: ", ".join(tool for tool, x in missing if x == run) for _, run in missing}
+    left = [f"{titles[run]} ({names})" for run, names in tools.items()]
+    return f"{table}\n\n*Not run yet:* {', '.join(left)}: `{command}`." if left else table
+
+
+def sanitizer_runs() -> list[tuple[str, str]]:
+    """All runs of benchmarks/ladder_sanitizer.py, that of Numba's kernel too."""
+    names = runpy.run_path(str(ladder_stored.ROOT / "benchmarks" / "ladder_sanitizer.py"))
+    return names["planned"](names["CORRECT"])
 
 
 def parts() -> str:
@@ -322,7 +332,7 @@ def taken() -> str:
     body = [
         [row["step"].removeprefix("9 CUDA C++, "), *(figure(row[x]) for x in columns)]
         for row in found
-        if row["n"] == n and row["step"].startswith("9")
+        if row["n"] == n and row["step"].startswith("9") and row["registers"] is not None  # Gluon's are not read
     ]
     heading = ("", "registers of a thread", "spilled bytes of a thread", "shared memory of a block, bytes")
     return markdown(heading, body)

@@ -6,11 +6,13 @@ from . import supported as _supported  # noqa: F401 - says no before anything ne
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from . import mask_mods, score_mods
-from .api.attention import ExactWindow, attention, attention_varlen, attention_with_kvcache
+from .api.attention import ExactWindow, attention
 from .api.explain import Explanation, explain
+from .api.kvcache import attention_with_kvcache
 from .api.latent_rows import PackedLatentRows, pack_latent_rows, unpack_latent_rows
 from .api.merge import merge_attention
 from .api.quantize import QuantizedKV, quantize_kv
+from .api.varlen import attention_varlen
 from .block_mask import BlockMask
 from .call import sharding as _sharding
 from .call.counting import CallCount, CallCounts, calls

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from not_normalized import not_normalized
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,12 +44,6 @@ def known(**options: Any) -> None:
     """Make a call until it is repeated."""
     for _ in range(3):
         flashtile.attention(*inputs(**options), **OPTIONS)
-
-
-@contextmanager
-def not_normalized() -> Iterator[None]:
-    with mock.patch("flashtile.api.attention.normalize", side_effect=AssertionError("looked at")):
-        yield
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from not_normalized import not_normalized
 from torch import Tensor
 
 import flashtile
@@ -30,10 +31,6 @@ def fresh() -> Iterator[None]:
 
 def qkv(**options: Any) -> list[Tensor]:
     return [torch.randn(1, 2, 24, 16, **options) for _ in range(3)]
-
-
-def not_normalized() -> AbstractContextManager[Any]:
-    return mock.patch("flashtile.api.attention.normalize", side_effect=AssertionError("looked at"))
 
 
 def autocast() -> AbstractContextManager[Any]:

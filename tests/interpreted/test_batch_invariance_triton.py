@@ -9,7 +9,7 @@ from neighbors import Sequence, decoded, packed, same_bits
 
 import flashtile
 from flashtile.backend.triton import support
-from flashtile.backend.triton.plan import candidates
+from flashtile.backend.triton.plan import few_rows
 from flashtile.backend.triton.tile_config import KernelConfig
 from flashtile.dispatch import fast_path, planner
 
@@ -61,13 +61,13 @@ def test_decoding(name: str) -> None:
     tile = KernelConfig(rows, 16, 4, 1)
     found = []
     with (
-        mock.patch.multiple(candidates, LEAST_PART=32, KEYS_OF_ROW=1, MOST_PARTS=most, FILLING=1),
-        mock.patch.object(candidates, "few_rows_tile", return_value=tile),
+        mock.patch.multiple(few_rows, LEAST_PART=32, KEYS_OF_ROW=1, MOST_PARTS=most, FILLING=1),
+        mock.patch.object(few_rows, "tile_of", return_value=tile),
     ):
         for programs in (1, 3):
             planner.forget_plans()
             fast_path.forget()
-            with mock.patch.object(candidates, "splits_that_fill", return_value=[programs]), only_last():
+            with mock.patch.object(few_rows, "splits_that_fill", return_value=[programs]), only_last():
                 found.append(decoded(sequence, 70, [3, 90][:programs], 100 * programs, **options))
                 for page_size in (None, 8):
                     found.append(packed(sequence, 70, 71, [(1, 40)], page_size, max_seqlen_q=1, **options))

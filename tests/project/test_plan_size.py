@@ -12,10 +12,10 @@ PACKAGE = Path(__file__).parents[2] / "src" / "flashtile"
 FOLDERS = ("backend/hopper/plan", "backend/triton/plan")
 FILES = (
     *(f"backend/gpu/{name}.py" for name in ("chips", "cost", "decoding", "rates", "waves")),
-    "backend/cpu_cost.py", "backend/cpu/rates.py", "backend/hopper/tile_config.py", "backend/triton/tile_config.py",
-    "backend/triton/score_blocks.py", "call/plan.py", "dispatch/planner.py",
+    "backend/cpu_cost.py", "backend/cpu/rates.py", "backend/hopper/tile_config.py", "backend/hopper/backward_config.py",
+    "backend/triton/tile_config.py", "backend/triton/score_blocks.py", "call/plan.py", "dispatch/planner.py",
 )  # fmt: skip
-MOST_FILES, MOST_LINES, MOST_NAMES = 24, 3484, 159
+MOST_FILES, MOST_LINES, MOST_NAMES = 25, 3484, 159
 SLACK = 40  # lines: with fewer than that, `MOST_LINES` is to be lowered
 
 

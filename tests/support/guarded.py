@@ -101,18 +101,23 @@ def residues(dtypes: Sequence[torch.dtype]) -> None:
 
 def cases_of_every_residue(dense_case: Any, dtypes: Sequence[torch.dtype]) -> Iterator[Any]:
     """All four sizes change from call to call, by coprime steps. Other dtypes than float32 differ only in lanes and in
-    how features are read, so a third of the calls is enough for them.
+    how features are read, so a third of the calls is enough for them. Where matrix tiles multiply, only the calls that
+    use them: the other kernels are those of vectors.
     """
+    from flashtile.backend.cpu import targets
     from flashtile.backend.cpu.workspace import BLOCK_N
     from flashtile.testing.moving import moving
 
+    tiles = targets.host().tiles is not None
     sizes = ((dtype, range(0, BLOCK_N, 1 if dtype is torch.float32 else 3)) for dtype in dtypes)
     for dtype, n in ((dtype, n) for dtype, some in sizes for n in some):
         keys = 1 + 5 * n % BLOCK_N + n % 2 * BLOCK_N
-        widths = {"head_dim": 1 + 7 * n % 32, "head_dim_v": 1 + (11 * n + 4) % 32}
+        shape = {"seqlen_q": 1 + n, "seqlen_k": keys, "head_dim": 1 + 7 * n % 32, "head_dim_v": 1 + (11 * n + 4) % 32}
         causal = (False, True, "top_left")[n % 3]
-        case = dense_case(batch=1, seqlen_q=1 + n, seqlen_k=keys, **widths, dtype=dtype, causal=causal, seed=n)
+        case = dense_case(batch=1, **shape, dtype=dtype, causal=causal, seed=n, forward_only=tiles)
         yield case
+        if tiles:
+            continue
         if n % 9 == 0:
             yield moving(case)
         # The decode kernel, for few rows and features that fill vectors; some calls with split keys.
@@ -120,7 +125,8 @@ def cases_of_every_residue(dense_case: Any, dtypes: Sequence[torch.dtype]) -> It
         few = {"seqlen_q": 1 + n % 3, "seqlen_k": keys, "head_dim": 32, "head_dim_v": 64 - n % 2 * 32}
         yield dense_case(batch=1, **few, dtype=dtype, causal=causal, seed=n, forward_only=True)
     # So many rows that sums of dk and dv are carried to totals, and keys in ten splits, the last of them empty.
-    yield dense_case(batch=1, seqlen_q=1040, seqlen_k=2560, head_dim=8, dtype=dtypes[0])
+    if not tiles:
+        yield dense_case(batch=1, seqlen_q=1040, seqlen_k=2560, head_dim=8, dtype=dtypes[0])
 
 
 def random_calls(first: int, last: int) -> None:

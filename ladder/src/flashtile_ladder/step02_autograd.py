@@ -96,15 +96,9 @@ def attention(
 
 
 def backward(
-    q: Sequence[Row],
-    k: Sequence[Row],
-    v: Sequence[Row],
-    out: Sequence[Row],
-    lse: Row,
-    dout: Sequence[Sequence[float]],
-    causal: bool = False,
-    scale: float | None = None,
-) -> tuple[list[list[float]], list[list[float]], list[list[float]]]:
+    q: Sequence[Row], k: Sequence[Row], v: Sequence[Row], out: Sequence[Row], lse: Row, dout: Sequence[Sequence[float]],
+    causal: bool = False, scale: float | None = None,
+) -> tuple[list[list[float]], list[list[float]], list[list[float]]]:  # fmt: skip
     """dq, dk, dv `[N][d]` from dout `[N][d]`: the graph of `out` knows everything else, causal and scale too."""
     ends = [x for row in out for x in row]
     order = in_order(ends)

@@ -48,15 +48,9 @@ def attention(
 
 
 def backward(
-    q: Rows,
-    k: Rows,
-    v: Rows,
-    out: Rows,
-    lse: Sequence[float],
-    dout: Rows,
-    causal: bool = False,
+    q: Rows, k: Rows, v: Rows, out: Rows, lse: Sequence[float], dout: Rows, causal: bool = False,
     scale: float | None = None,
-) -> tuple[list[list[float]], list[list[float]], list[list[float]]]:
+) -> tuple[list[list[float]], list[list[float]], list[list[float]]]:  # fmt: skip
     """dq, dk, dv `[N][d]`: the five formulas above, one pair (i, j) at a time."""
     n, d = one_shape(q, k, v)
     scale = 1 / math.sqrt(d) if scale is None else scale

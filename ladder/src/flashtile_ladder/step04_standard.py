@@ -51,17 +51,9 @@ def attention_in_kernels(
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    causal: bool = False,
-    scale: float | None = None,
-    *,
-    p: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, causal: bool = False,
+    scale: float | None = None, *, p: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv `[N, d]` by five kernels, with P `[N, N]` kept from forward; without it, P is made from lse first.
 
     dV = Pᵀ dO        dP = dO Vᵀ        dS = P ∘ (dP - delta)        dQ = scale dS K        dK = scale dSᵀ Q

@@ -57,18 +57,9 @@ def plain(q: Tensor, k: Tensor, v: Tensor, block: int = 4) -> Tensor:
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool = False,
-    scale: float | None = None,
-    *,
-    mask: Tensor | None = None,
-    blocks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    rng_state: Tensor | None = None,
-    memory: int = M,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, *, mask: Tensor | None = None,
+    blocks: Tensor | None = None, dropout_p: float = 0.0, rng_state: Tensor | None = None, memory: int = M,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`[N, d]` to out `[N, d]` and lse `[N]`.
 
     `mask` is bool `[N, N]`, True where a row sees a key; a row that sees none gives 0 and -inf. `blocks` is a mask of
@@ -108,21 +99,10 @@ def attention(
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    causal: bool = False,
-    scale: float | None = None,
-    *,
-    mask: Tensor | None = None,
-    blocks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    rng_state: Tensor | None = None,
-    memory: int = M,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, causal: bool = False,
+    scale: float | None = None, *, mask: Tensor | None = None, blocks: Tensor | None = None, dropout_p: float = 0.0,
+    rng_state: Tensor | None = None, memory: int = M,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv `[N, d]`. Same loops as forward, so the generator gives every tile the numbers it had there.
 
         P = exp(S - lse)      dV += (P ∘ Z)ᵀ dO      dP = (dO Vᵀ) ∘ Z      delta = rowsum(dO ∘ O)

@@ -32,15 +32,9 @@ BLOCK_M, BLOCK_N = 128, 128
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool = False,
-    scale: float | None = None,
-    *,
-    block_m: int = BLOCK_M,
-    block_n: int = BLOCK_N,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, *,
+    block_m: int = BLOCK_M, block_n: int = BLOCK_N,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`[N, d]` to out `[N, d]` and lse `[N]`, in tiles of `block_m` rows and `block_n` keys."""
     n, d = one_shape(q, k, v)
     scale = 1 / math.sqrt(d) if scale is None else scale
@@ -65,18 +59,9 @@ def attention(
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    causal: bool = False,
-    scale: float | None = None,
-    *,
-    block_m: int = BLOCK_M,
-    block_n: int = BLOCK_N,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, causal: bool = False,
+    scale: float | None = None, *, block_m: int = BLOCK_M, block_n: int = BLOCK_N,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv `[N, d]`: five products for each tile, where forward has two.
 
     S = Q Kᵀ      P = exp(S - lse)      dP = dO Vᵀ      dS = P ∘ (dP - delta)

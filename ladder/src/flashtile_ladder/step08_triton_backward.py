@@ -118,18 +118,9 @@ def attention(
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    causal: bool = False,
-    scale: float | None = None,
-    *,
-    input_precision: str = "ieee",
-    tiles: tuple[int, int, int, int] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, causal: bool = False,
+    scale: float | None = None, *, input_precision: str = "ieee", tiles: tuple[int, int, int, int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv in q's shape and dtype. `tiles` are rows and keys of `dkdv`'s tiles, then of `dq`'s: powers of 2.
 
     Raises:

@@ -97,16 +97,9 @@ def kernel(
 
 # Host code: skip it when you learn.
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool = False,
-    scale: float | None = None,
-    *,
-    input_precision: str = "ieee",
-    block_m: int = BLOCK_M,
-    block_n: int = BLOCK_N,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, *,
+    input_precision: str = "ieee", block_m: int = BLOCK_M, block_n: int = BLOCK_N,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`[N, d]` to out `[N, d]` in q's dtype and lse `[N]` in float32; or `[B, heads, N, d]` to lse `[B, heads, N]`.
 
     `input_precision` is "ieee" or "tf32" and concerns float32; `block_m` and `block_n` are powers of 2.

@@ -196,20 +196,10 @@ def keep_factors(seed: int, i: Tensor, j: Tensor, dropout_p: float) -> Tensor:
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    causal: bool = False,
-    scale: float | None = None,
-    *,
-    deterministic: bool = False,
-    workers: int = 4,
-    arrival: Sequence[int] | None = None,
-    **features: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, causal: bool = False,
+    scale: float | None = None, *,
+    deterministic: bool = False, workers: int = 4, arrival: Sequence[int] | None = None, **features: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv `[N, d]` of attention with the same features: `window`, `softcap` and the others.
 
     `arrival` is the order in which key blocks happen to finish, a permutation of their numbers. It changes the bits

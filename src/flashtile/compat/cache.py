@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..api.attention import attention_with_kvcache
+from ..api.kvcache import attention_with_kvcache
 from .arguments import WindowSize, above, window_of
 from .positions import chunks_of_keys, lengths_of, rotary_arguments
 

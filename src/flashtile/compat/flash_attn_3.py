@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api.attention import attention, attention_varlen
+from ..api.attention import attention
+from ..api.varlen import attention_varlen
 from .arguments import WindowSize, above, decline, descales_of, keywords, longest_of, refuse, splits_of, window_of
 from .cache import attend_with_cache
 from .combine import flash_attn_combine

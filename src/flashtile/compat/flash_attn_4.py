@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api.attention import ExactWindow, attention, attention_varlen
+from ..api.attention import ExactWindow, attention
+from ..api.varlen import attention_varlen
 from .arguments import WindowSize, decline, keywords, longest_of, refuse, sides_of, splits_of
 from .combine import flash_attn_combine as combine_parts
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api.attention import attention_with_kvcache
+from ..api.kvcache import attention_with_kvcache
 from .arguments import decline, infinite_lse, refuse
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api.attention import attention_varlen
 from ..api.latent import rows_of_both
+from ..api.varlen import attention_varlen
 from .arguments import refuse
 
 __all__ = ["BatchMLAPagedAttentionWrapper"]

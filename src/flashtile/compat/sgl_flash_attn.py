@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..api.attention import attention_varlen
+from ..api.varlen import attention_varlen
 from .arguments import WindowSize, above, decline, descales_of, keywords, longest_of, refuse, splits_of, window_of
 from .cache import attend_with_cache
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..api.attention import attention_varlen
 from ..api.signatures import options_of
+from ..api.varlen import attention_varlen
 from . import flash_attn_3
 from .arguments import WindowSize, above, descales_of, infinite_lse, keywords, longest_of, refuse, window_of
 

@@ -28,7 +28,7 @@ from ..errors import AttentionError
 from . import fast_path
 from .operators import LIBRARY, check_numbers, run_forward
 from .passes import inside_operator
-from .planner import reads_packed
+from .planner import is_declined
 
 NAME = "attention_with_kvcache"
 OPTIONAL_CACHE = CacheTensors._fields[3:]
@@ -115,24 +115,35 @@ def run_with_cache(call: CacheCall) -> tuple[Tensor, Tensor]:
     """The operator's own work."""
     call.entry = call.entry or fast_path.find_call(call)
     cache = call.cache
+    attend = attend_to_copy if is_packed(cache.k_cache) and reads_copy(call) else attend_to_cache
     if cache.k is None:
-        return attend_to_packed(call) if is_packed(cache.k_cache) else public_lse(call, run_forward(call))
+        return attend(call)
     if call.entry is not None and call.entry.paged is not None:  # else the checks of a new layout do
         check_writable(call.entry, cache.k_cache, cache.v_cache, cache.k, cache.v)
-    results = attend_to_packed(call) if is_packed(cache.k_cache) else public_lse(call, run_forward(call))
+    results = attend(call)
     mark_written(cache.k_cache, cache.v_cache, *written_descales(cache))
     return results
 
 
-def attend_to_packed(call: CacheCall) -> tuple[Tensor, Tensor]:
-    """`run_with_cache` of rows of 656 bytes: new keys are packed. Where no kernel reads such rows, a copy of those that
-    are needed has q's dtype.
-    """
+def attend_to_cache(call: CacheCall) -> tuple[Tensor, Tensor]:
+    return public_lse(call, run_forward(call))
+
+
+def reads_copy(call: CacheCall) -> bool:
+    """Whether no backend reads the rows of 656 bytes of a call as they are."""
+    entry = call.entry
+    if entry is None:
+        return is_declined(call.with_own_indices())
+    if entry.reads_copy is None:
+        entry.reads_copy = is_declined(call.with_own_indices())
+    return entry.reads_copy  # type: ignore[no-any-return]
+
+
+def attend_to_copy(call: CacheCall) -> tuple[Tensor, Tensor]:
+    """Append packed keys, and attend to a copy in q's dtype of the rows that are needed."""
     call = call.with_own_indices()
     with inside_operator(call):
-        attention = append_and_rotate(call)
-        if not reads_packed(attention):
-            attention = unpacked(attention)
+        attention = unpacked(append_and_rotate(call))
     return public_lse(attention, run_forward(attention))
 
 

@@ -94,13 +94,14 @@ def checked(call: Call) -> Call:
 class Entry:
     """Everything kept for the calls with one key."""
 
-    __slots__ = ("apart", "backward", "forward", "num_repeated", "paged", "rooms", "tangents")
+    __slots__ = ("apart", "backward", "forward", "num_repeated", "paged", "reads_copy", "rooms", "tangents")
 
     def __init__(self) -> None:
         self.forward = Pass()
         self.backward: dict[Hashable, list[Pass]] = {}  # by needs and absent tensors; each for other layouts
         self.tangents: dict[Hashable, list[Pass]] = {}  # passes of forward mode, by the inputs that move
         self.paged: Settings | None = None  # settings of a KV-cache call whose cache has been checked
+        self.reads_copy: bool | None = None  # whether a cache of packed latent rows has no kernel that reads them
         self.rooms: set[int] = set()  # positions in sharded caches for which the call was accepted
         self.apart: set[tuple[int, ...]] = set()  # distances in bytes between caches and new keys that do not overlap
         self.num_repeated = 0  # sets of arguments that `repeated.py` keeps for this call

@@ -118,13 +118,21 @@ def plan_call(call: Call, *, needs: Needs | None = None, moves: Needs | None = N
     return chosen
 
 
-def reads_packed(call: Call) -> bool:
-    """Whether kernels read a call's latent rows of 656 bytes as they are: only Triton's do."""
-    q, backend = call.tensors.q, call.settings.backend
-    backend = os.environ.get(BACKEND_VARIABLE, "auto") if backend == "auto" else backend
-    if backend not in ("auto", "triton") or q.dtype.itemsize != 2 or triton.unusable() is not None:
-        return False
-    return declines_on_device("triton", Problem.describe(call), describe_device(q.device), None) is None
+def is_declined(call: Call) -> bool:
+    """Whether no backend takes a call, or the named one does not."""
+    try:
+        plan_call(call)
+    except BackendError:
+        return True
+    return False
+
+
+def rounds_to_eight_bits(backend: str) -> bool:
+    """Whether a backend, or one that `auto` may take, rounds P to 8 bits under queries of 8 bits: it says so by a
+    constant, and docs/contract.md has a wider bound of its results.
+    """
+    names = AUTO if backend == "auto" else (backend,)
+    return any(getattr(SUPPORT[name], "ROUNDS_TO_EIGHT_BITS", False) for name in names)
 
 
 def derivative(needs: Needs | None) -> str:

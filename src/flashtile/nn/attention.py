@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..api.attention import MaskArgument, attention, attention_with_kvcache
+from ..api.attention import MaskArgument, attention
+from ..api.kvcache import attention_with_kvcache
 from ..call import sharding
 from ..errors import ArgumentError
 from .cache import Cache

@@ -10,7 +10,9 @@ n is 32 and m is 8, and more for long sums of 16-bit inputs on a GPU (`Expected.
 `dtype` is the input dtype (q's) or, for a gradient in a coarser dtype of its own (a bf16 table of a score_mod
 on fp32 queries), that one: the first term stands for the roundings to it on the way and at the end. A gradient
 in a finer dtype (fp32 slopes of bf16 queries) has the roundings of out and dS to bf16 behind it, so q's dtype
-counts. `acc` is fp32, fp64 for fp64 inputs.
+counts. `acc` is fp32, fp64 for fp64 inputs. With queries of 8 bits, a GPU's products are of 16 bits, which count where
+they are coarser than the result (`Expected.products`); kernels that round P to 8 bits have a bound of their own
+(`Expected.rounded`).
 
 `tiny` covers absolute errors. P and dS live in `acc`, where some units flush subnormals to zero,
 and are cast to `dtype` for the matrix products, where the smallest step is its smallest subnormal. So each term
@@ -79,8 +81,9 @@ def rounding_bound(expected: Expected, dtype: torch.dtype) -> Tensor:
         size = expected.reference.abs().clamp(min=1) if expected.C is None else expected.C
         unrounded = acc_eps * (max(8, expected.sum_error) + expected.score_error * expected.A) * size
         return unrounded if expected.loss is None else unrounded + acc.smallest_normal / acc.eps * (1 + expected.loss)
-    stored = max(torch.finfo(dtype), torch.finfo(expected.dtype), key=lambda info: info.eps)
-    floor = max(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps, acc.smallest_normal / acc.eps)
+    products = torch.finfo(expected.products or dtype)
+    stored = max(products, torch.finfo(dtype), torch.finfo(expected.dtype), key=lambda info: info.eps)
+    floor = max(products.smallest_normal * products.eps, acc.smallest_normal / acc.eps)
     result_floor = max(torch.finfo(expected.dtype).smallest_normal * torch.finfo(expected.dtype).eps, floor)
     tiny = floor * expected.loss + result_floor * (expected.loss > 0).double()
     rounding = 4 * stored.eps * (expected.reference.abs() + expected.R)
@@ -123,9 +126,19 @@ def worst(actual: Tensor, expected: Expected, dtype: torch.dtype, name: str = ""
     return Deviation(name, float(ratio[index]), index, float(got[index]), float(want[index]), float(limit[index]))
 
 
-def compare(actual: dict[str, Tensor], case: Case, expected: dict[str, Expected] | None = None) -> list[Deviation]:
-    """One deviation for each result of `case`, worst first; the ratio of one that is missing or not expected is inf."""
+def compare(
+    actual: dict[str, Tensor],
+    case: Case,
+    expected: dict[str, Expected] | None = None,
+    *,
+    rounds_to_eight_bits: bool = False,
+) -> list[Deviation]:
+    """The deviation of each result, worst first. A missing or unexpected result has an infinite ratio.
+    `rounds_to_eight_bits`: kernels that round P have computed them, under queries of 8 bits.
+    """
     expected = solve(case) if expected is None else expected
+    if rounds_to_eight_bits:
+        expected = {name: x.rounded or x for name, x in expected.items()}
     deviations = [worst(actual[name], expected[name], case.dtype, name) for name in expected if name in actual]
     deviations += [Deviation(name, UNMATCHED, reason="missing") for name in expected.keys() - actual.keys()]
     deviations += [Deviation(name, UNMATCHED, reason="not expected") for name in actual.keys() - expected.keys()]

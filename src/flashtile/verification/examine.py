@@ -21,6 +21,7 @@ from ..as_arch import install_inherited
 from ..backend.hopper.support import ARCHITECTURE as HOPPER
 from ..bench.captured import Source
 from ..call.device import describe_device
+from ..dispatch.planner import rounds_to_eight_bits
 from ..errors import BackendError
 from ..testing.case import Case
 from ..testing.generate import random_case
@@ -287,7 +288,9 @@ def compared(
     judged = {}
     for name, outcome in outcomes.items():
         try:
-            judged[name] = replace(outcome, deviations=tuple(compare(results[name], case, expected)))
+            rounds = rounds_to_eight_bits(name)
+            deviations = compare(results[name], case, expected, rounds_to_eight_bits=rounds)
+            judged[name] = replace(outcome, deviations=tuple(deviations))
         except Exception as error:
             judged[name] = failed(outcome, problems, error)
     return judged

@@ -28,10 +28,10 @@ def run_guarded(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(program, capture_output=True, text=True, check=False)
 
 
-# Compilation takes most of the time: each dtype meets two widths, and float32, with the most residues, the widths that
-# differ in it.
+# Compilation takes most of the time: float32, with the most residues, meets the widths that differ in it, float16 those
+# with instructions that convert it and without, and each other dtype one width. Of matrix tiles there is forward alone.
 GUARDED = {
-    "avx512": ("float32", "bfloat16", "float64"),
+    "avx512": ("float32", "bfloat16"),
     "avx2": ("float32", "float16"),
     "baseline": ("float32", "float16", "float64"),
     "amx-emulated": ("bfloat16",),
@@ -48,7 +48,7 @@ def test_nothing_is_touched_outside_of_tensors(width: str, monkeypatch: pytest.M
     process = run_guarded(str(first), str(first + 2), *GUARDED[width])
     assert process.returncode == 0, process.stdout.splitlines()[-1:] + process.stderr.splitlines()[-3:]
     calls = sum(96 if dtype == "float32" else 32 for dtype in GUARDED[width])
-    assert len(process.stdout.splitlines()) >= 2 + 2 * calls
+    assert len(process.stdout.splitlines()) >= 2 + calls * (1 if width == "amx-emulated" else 2)
 
 
 def test_the_guard_would_notice() -> None:

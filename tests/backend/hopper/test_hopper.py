@@ -16,11 +16,11 @@ from flashtile import MaskMod
 from flashtile.api.explain import described_call
 from flashtile.backend.gpu import cost
 from flashtile.backend.hopper import support
+from flashtile.backend.hopper.backward_config import FusedBackwardConfig
 from flashtile.backend.hopper.launch import float32
 from flashtile.backend.hopper.launch.bias_tiles import forward_tiles
 from flashtile.backend.hopper.plan import candidates, listed
 from flashtile.backend.hopper.plan.tables import FORWARD
-from flashtile.backend.hopper.tile_config import FusedBackwardConfig
 from flashtile.backend.triton import support as triton
 from flashtile.call.call import Features, Needs
 from flashtile.call.device import Device

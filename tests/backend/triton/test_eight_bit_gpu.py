@@ -7,10 +7,10 @@ import torch
 from cached import same_bits
 
 import flashtile
+from flashtile.dispatch.planner import rounds_to_eight_bits
 from flashtile.testing.case import CACHES, Case
 from flashtile.testing.eight_bit import FORMATS, KINDS_OF_Q, OUT_DTYPES, takes_queries, with_eight_bits, with_queries
 from flashtile.testing.generate import random_case
-from flashtile.testing.oracle import solve
 from flashtile.testing.oracle.eight_bit import magnitudes
 from flashtile.testing.poison import poisoned_allocation
 from flashtile.testing.tolerance import compare
@@ -23,7 +23,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def assert_right(case: Case, backend: str = "triton") -> None:
     with poisoned_allocation():
         results = {name: x.cpu() for name, x in case.run(backend).items()}
-    wrong = [str(x) for x in compare(results, case, solve(case)) if not x.ok]
+    rounds = rounds_to_eight_bits(backend)
+    wrong = [str(x) for x in compare(results, case, rounds_to_eight_bits=rounds) if not x.ok]
     assert not wrong, "\n".join([case.description, *wrong])
 
 

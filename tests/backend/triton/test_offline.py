@@ -22,7 +22,7 @@ from flashtile.backend.gpu.installed import triton_version
 from flashtile.backend.gpu.pairs import has_pairs
 from flashtile.backend.triton import entry
 from flashtile.backend.triton.constants import MAX_HEAD_DIM
-from flashtile.backend.triton.plan import latent
+from flashtile.backend.triton.plan import few_rows
 from flashtile.backend.triton.tile_config import KernelConfig, TileConfig
 from flashtile.call.call import DIFFERENTIABLE, Call, Tangents
 from flashtile.call.device import Device
@@ -91,7 +91,7 @@ def test_tiles_of_latent_rows(arch: str, dtype: torch.dtype) -> None:
     """Every tile fits its chip, and its loop spills nothing: a few bytes are saved ahead of it."""
     for heads in (16, 32, 128):
         call = latent_call(heads, dtype)
-        for tile in latent.tiles(Problem.describe(call), Device("cuda", arch, arch, 100)):
+        for tile in few_rows.latent_tiles(Problem.describe(call), Device("cuda", arch, arch, 100)):
             chosen = first(num_splits=4, forward=tile, given_splits=None)
             (launch,) = launches_of(call, arch, chosen, backward=None)
             found = compile_launch(launch, arch)

@@ -65,16 +65,9 @@ def library(flags: tuple[str, ...], text: str | None = None) -> ctypes.CDLL:
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool = False,
-    scale: float | None = None,
-    *,
-    flags: tuple[str, ...] = O3,
-    graph: bool = False,
-    text: str | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, *,
+    flags: tuple[str, ...] = O3, graph: bool = False, text: str | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`[N, d]` float32 tensors on the CPU to out `[N, d]` and lse `[N]`; by another text of the step's file, if given.
 
     Raises:
@@ -93,19 +86,9 @@ def attention(
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    causal: bool = False,
-    scale: float | None = None,
-    *,
-    flags: tuple[str, ...] = O3,
-    graph: bool = False,
-    text: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, causal: bool = False,
+    scale: float | None = None, *, flags: tuple[str, ...] = O3, graph: bool = False, text: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv `[N, d]`. With `graph=True` forward runs again, and its graph is walked back."""
     n, d = q.shape
     q, k, v, out, dout = (float32(x, q.shape) for x in (q, k, v, out, dout))  # [N, d]

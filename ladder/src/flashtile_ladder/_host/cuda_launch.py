@@ -66,15 +66,9 @@ class Call(NamedTuple):
 
 
 def prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float | None,
-    *,
-    head_dims: tuple[int, ...],
-    dtypes: tuple[torch.dtype, ...],
-) -> Call:
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, *,
+    head_dims: tuple[int, ...], dtypes: tuple[torch.dtype, ...],
+) -> Call:  # fmt: skip
     """Check and allocate: q `[N, d]` with k, v of its shape, or q `[B, H, N, d]` with k, v `[B, H / group, N, d]`.
 
     Raises:
@@ -163,13 +157,9 @@ MAX_DYNAMIC_SHARED_SIZE, MAX_SHARED_PER_BLOCK_OPTIN = 8, 97  # numbers of attrib
 
 
 def launch(
-    source: Source,
-    name: str,
-    grid: tuple[int, int],
-    block: tuple[int, int],
-    *arguments: Tensor | int | float,
+    source: Source, name: str, grid: tuple[int, int], block: tuple[int, int], *arguments: Tensor | int | float,
     shared_bytes: int = 0,
-) -> None:
+) -> None:  # fmt: skip
     """Queue one launch on the current stream of the first argument's GPU.
 
     `shared_bytes` are those of the kernel's `extern __shared__` array.

@@ -49,16 +49,9 @@ class CudaStep:
         return source(self.file, *flags, replaced=self.replaced, **macros)
 
     def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        causal: bool = False,
-        scale: float | None = None,
-        *,
-        flags: tuple[str, ...] = (),
-        bug: str | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, *,
+        flags: tuple[str, ...] = (), bug: str | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """`[N, d]` to out `[N, d]` in q's dtype and lse `[N]` in float32; or `[B, heads, N, d]`, where k and v may have
         fewer heads. With `bug`, a name of the kernel's `bugs`, the results are wrong as it says.
 

@@ -16,10 +16,10 @@ def live_and_peak_bytes(run: Callable[[], Any], device: torch.device | None = No
     gc.collect()  # garbage of an earlier run must not be freed in this one
     if device is not None and device.type != "cpu":
         return on_accelerator(run, device)
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with without_messages(), torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+    # `torch.profiler.profile`, which wraps this one, imports TorchInductor first: 3 s.
+    with without_messages(), torch.autograd.profiler.profile(profile_memory=True, use_kineto=True) as profiler:
         kept = run()  # noqa: F841  alive until the profiler has stopped
-    results: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    results: Any = profiler.kineto_results
     events = [event for event in results.events() if event.name() == "[memory]"]
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return sum(sizes), max(itertools.accumulate(sizes), default=0)

@@ -26,6 +26,7 @@ from torch import Tensor
 from .._host import cuda_launch
 from .._host.cuda_compile import CudaUnavailableError, Source, source
 from .._host.cuda_steps import PTX_TYPES
+from .._host.shapes import two_lengths
 from ..measure.memory_patterns import fastest_ms
 
 THREADS, KEYS, LARGEST_D = 128, 64, 256
@@ -51,14 +52,7 @@ def attention(
     reason = cuda_launch.unavailable(q.device, q.dtype)
     if reason is not None:
         raise CudaUnavailableError(f"this file of the ladder is CUDA C++, which cannot run this call: {reason}")
-    shapes = [tuple(x.shape) for x in (q, k, v)]
-    if q.ndim != 2 or k.ndim != 2 or k.shape != v.shape or q.shape[1] != k.shape[1] or 0 in (*q.shape, *k.shape):
-        raise ValueError(f"q, k, v are {shapes}; this kernel takes q [Nq, d], and k and v of one shape [Nk, d]")
-    dtypes = {x.dtype for x in (q, k, v)}
-    if q.shape[1] > LARGEST_D or (causal and len(q) != len(k)) or len(dtypes) != 1 or q.dtype not in DTYPES:
-        raise ValueError(
-            f"q, k, v are {shapes}, {dtypes}; this kernel takes d to {LARGEST_D}, one N if causal, and one of {DTYPES}"
-        )
+    two_lengths(q, k, v, largest_d=LARGEST_D, dtypes=DTYPES, causal=causal)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out, lse = torch.empty_like(q), torch.empty(len(q), device=q.device)
     scale = 1 / math.sqrt(q.shape[1]) if scale is None else float(scale)

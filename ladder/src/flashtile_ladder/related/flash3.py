@@ -36,15 +36,9 @@ FLOPS_PER_CYCLE, EXPS_PER_CYCLE = 4096, 16  # of a multiprocessor of compute cap
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool = False,
-    scale: float | None = None,
-    *,
-    block_m: int = BLOCK_M,
-    block_n: int = BLOCK_N,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, *,
+    block_m: int = BLOCK_M, block_n: int = BLOCK_N,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`[N, d]` to out `[N, d]` and lse `[N]`, in tiles of `block_m` rows and `block_n` keys."""
     n, d = one_shape(q, k, v)
     scale = 1 / math.sqrt(d) if scale is None else scale

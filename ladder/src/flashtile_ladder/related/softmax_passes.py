@@ -62,15 +62,9 @@ def online(x: Row) -> tuple[Row]:
 
 
 def attention(
-    q: Row,
-    k: Row,
-    v: Row,
-    causal: bool = False,
-    scale: float | None = None,
-    *,
-    block_m: int = step06_flash2.BLOCK_M,
-    block_n: int = step06_flash2.BLOCK_N,
-) -> tuple[Row, Row]:
+    q: Row, k: Row, v: Row, causal: bool = False, scale: float | None = None, *,
+    block_m: int = step06_flash2.BLOCK_M, block_n: int = step06_flash2.BLOCK_N,
+) -> tuple[Row, Row]:  # fmt: skip
     """`[N, d]` to out `[N, d]` and lse `[N]`, in two passes over the keys for each block of rows."""
     n, d = one_shape(q, k, v)
     scale = 1 / math.sqrt(d) if scale is None else scale

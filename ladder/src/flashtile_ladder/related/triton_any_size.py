@@ -25,6 +25,7 @@ import math
 import torch
 from torch import Tensor
 
+from .._host.shapes import two_lengths
 from .._host.triton_or_not import TritonUnavailableError, on, tl, triton, unavailable
 
 BLOCK_M, BLOCK_N = 64, 64
@@ -95,14 +96,10 @@ def attention(
     reason = unavailable(kernel, q.device)
     if reason is not None:
         raise TritonUnavailableError(f"this file of the ladder is Triton, which cannot run this call: {reason}")
-    shapes, dtypes = [tuple(x.shape) for x in (q, k, v)], {x.dtype for x in (q, k, v)}
-    if q.ndim != 2 or k.ndim != 2 or k.shape != v.shape or q.shape[1] != k.shape[1] or 0 in (*q.shape, *k.shape):
-        raise ValueError(f"q, k, v are {shapes}; this kernel takes q [Nq, d], and k and v of one shape [Nk, d]")
+    two_lengths(q, k, v, largest_d=LARGEST_D, dtypes=(torch.float16, torch.float32), causal=causal)
+    if softmax not in SOFTMAXES or (causal and softmax == "lite"):
+        raise ValueError(f"softmax={softmax!r}, causal={causal}; one of {SOFTMAXES}, causal not in lite")
     n, d = q.shape
-    if d > LARGEST_D or len(dtypes) != 1 or q.dtype not in (torch.float16, torch.float32):
-        raise ValueError(f"q, k, v have {dtypes} and d = {d}; this kernel takes float16 or float32, d to {LARGEST_D}")
-    if softmax not in SOFTMAXES or (causal and (softmax == "lite" or n != len(k))):
-        raise ValueError(f"softmax={softmax!r}, {shapes}; one of {SOFTMAXES}, causal with one N and not in lite")
     scale = 1 / math.sqrt(d) if scale is None else scale
     out = torch.empty((n, d), dtype=q.dtype, device=q.device)
     lse = torch.empty(n, dtype=torch.float32, device=q.device)

@@ -29,15 +29,9 @@ RANGE = 40.0  # exp(40) times 2^20 keys times values of 1e6 is 1e30
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool = False,
-    scale: float | None = None,
-    *,
-    phi: float = 0.0,
-    parts: int = 4,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, *,
+    phi: float = 0.0, parts: int = 4,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`[N, d]` to out `[N, d]` and lse `[N]`, the keys in `parts`, all scores shifted by `phi`."""
     n, d = one_shape(q, k, v)
     scale = 1 / math.sqrt(d) if scale is None else scale

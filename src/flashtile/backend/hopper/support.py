@@ -22,6 +22,7 @@ SUMMARY = "Gluon kernels for Hopper GPUs, the fastest there"
 ARCHITECTURE = "sm_90"
 HEAD_DIM_STEP = 8  # elements of 16 bytes, which TMA needs rows to be a multiple of
 EIGHT_BIT_STEP = 16  # the same of 8 bits
+ROUNDS_TO_EIGHT_BITS = True  # the probabilities of queries of 8 bits
 TMA_ALIGNMENT = 16  # bytes, of rows
 PAGE_STEP = 8  # keys: rows that shared memory swizzles together
 LATENT_PAGE_STEP = 64  # keys of a block of latent rows, which lies in one page

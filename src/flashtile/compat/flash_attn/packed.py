@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...api.attention import attention_varlen
 from ...api.signatures import options_of
+from ...api.varlen import attention_varlen
 from ..arguments import WindowSize, infinite_lse, keywords, longest_of, refuse, window_of
 from .probabilities import new_seed, packed_probabilities
 

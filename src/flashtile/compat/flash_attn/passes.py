@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...api.attention import attention, attention_varlen
+from ...api.attention import attention
 from ...api.gradients import gradients
+from ...api.varlen import attention_varlen
 from ..arguments import above, infinite_lse, keywords, longest_of, refuse, window_of
 from .probabilities import dense_probabilities, new_seed, packed_probabilities
 

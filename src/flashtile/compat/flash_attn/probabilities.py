@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...api.attention import attention, attention_varlen
+from ...api.attention import attention
+from ...api.varlen import attention_varlen
 from ..positions import places
 
 COLUMNS = 256  # keys at a time, which are the features of the values

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...api.attention import Causal, attention, attention_varlen
+from ...api.attention import Causal, attention
+from ...api.varlen import attention_varlen
 from ..arguments import infinite_lse, refuse
 from .sdpa import mask_keyword
 

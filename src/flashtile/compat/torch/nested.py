@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...api.attention import Causal, attention_varlen
+from ...api.attention import Causal
+from ...api.varlen import attention_varlen
 from ..arguments import refuse
 
 EXAMPLE = (

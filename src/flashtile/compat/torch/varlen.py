@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...api.attention import attention_varlen
 from ...api.signatures import options_of
+from ...api.varlen import attention_varlen
 from ..arguments import longest_of, refuse, window_of
 
 EXAMPLE = "varlen_attn(query, key, value, cu_seq, cu_seq, max_len, max_len, window_size=(-1, 0))"

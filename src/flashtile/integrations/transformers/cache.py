@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin  # pyright: ignore - optional
 
 from ... import private_torch
-from ...api.attention import attention_with_kvcache
+from ...api.kvcache import attention_with_kvcache
 from ...call.eight_bit import DTYPES_IN_WORDS, FORMATS, bits
 from ...errors import ArgumentError
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...api.attention import attention_varlen
+from ...api.varlen import attention_varlen
 from .mask import TileMask
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...api.attention import attention_varlen
+from ...api.varlen import attention_varlen
 from ...errors import ArgumentError
 
 EXAMPLE = "model.set_attn_implementation('tile_attention'); model.generate_batch(inputs)"

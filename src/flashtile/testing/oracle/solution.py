@@ -49,6 +49,8 @@ class Expected:
     `score_error` * eps(acc) * A bounds the error of a score, a dot product of D terms. `sum_error` * eps(acc) bounds
     the error of a sum over pairs, in units of C, and of the sum behind lse, in units of that sum, where it is more than
     the contract's 32 and 8.
+
+    `rounded` is the same result as kernels may have it that round P to 8 bits.
     """
 
     reference: Tensor  # float64
@@ -62,6 +64,8 @@ class Expected:
     sum_error: float = 0.0
     slack: Tensor | None = None  # change by elements of q and k that may be rounded in two ways
     exact: Tensor | None = None  # bool: a copy, which has to be the same
+    products: torch.dtype | None = None  # dtype that P is rounded to, if it is another one than the result's
+    rounded: "Expected | None" = None
 
 
 def solve(case: Case) -> dict[str, Expected]:
@@ -94,9 +98,8 @@ class _Solution:
                 self.given[name] = self.given[name].float().double()  # no finer than the scores
         self.dense = self.given["q"].ndim == 4
         self.most_rows = self.most_keys = 0  # sizes of one sequence: terms of a key's sums, and of a row's
-        on_gpu, eight_bits = case.arguments["q"].is_cuda, has_eight_bits(case.arguments["q"])
-        self.on_matrix_units = on_gpu and case.dtype.itemsize == 2 and not eight_bits
-        self.eight_bit_products = on_gpu and eight_bits
+        on_gpu, self.eight_bits = case.arguments["q"].is_cuda, has_eight_bits(case.arguments["q"])
+        self.on_matrix_units = on_gpu and (case.dtype.itemsize == 2 or self.eight_bits)
         self.paged = self.given.get("page_table") is not None
         self.score_tensors = tuple(_exact(t) for t in getattr(self.given.get("score_mod"), "tensors", ()))
         self.cache = Cache(self.given, case.dtype, stored.dtype) if "k_cache" in self.given else None
@@ -148,8 +151,8 @@ class _Solution:
         lse = Expected(lse, lse_dtype, A, score_error=error, sum_error=self._sum_error("lse"))
         out_slack, lse_slack = (self._unpacked(x, name) for x, name in zip(self.slack, ("out", "lse"), strict=True))
         out, lse = replace(results.pop("out"), slack=out_slack), replace(lse, slack=lse_slack)
-        if self.eight_bit_products:
-            out, lse = self._with_eight_bit_products(out, lse)
+        if self.eight_bits:
+            out, lse = self._with_eight_bits(out, lse)
         if self.tangents:
             tlse, size, more = (self._unpacked(x, "lse") for x in (self.tlse, self.tlse_size, self.A + 1))
             results["tlse"] = Expected(
@@ -157,8 +160,8 @@ class _Solution:
             )
         return {"out": out, "lse": lse, **results, **self._caches()}
 
-    def _with_eight_bit_products(self, out: Expected, lse: Expected) -> tuple[Expected, Expected]:
-        """Results with what products of 8 bits may lose: docs/design/exactness.md has the derivation."""
+    def _with_eight_bits(self, out: Expected, lse: Expected) -> tuple[Expected, Expected]:
+        """Results of queries of 8 bits, and what products of 8 bits may lose: docs/design/exactness.md derives it."""
         assert out.R is not None
         assert out.slack is not None
         assert lse.slack is not None
@@ -167,7 +170,23 @@ class _Solution:
         of_sums = BLOCK / 2 * SUM * (out.reference.abs() + out.R)
         of_lse = (SUM + of_scores * lse.A) * lse.reference.abs().clamp(min=1)
         slack = out.slack + of_weights + of_sums + self._unpacked(self.lost, "out")
-        return replace(out, slack=slack), replace(lse, slack=lse.slack + of_lse)
+        rounded_out = replace(out, slack=slack, sum_error=0.0)
+        rounded_lse = replace(lse, slack=lse.slack + of_lse, sum_error=0.0)
+        products = self._products() if self.on_matrix_units else None
+        return replace(out, products=products, rounded=rounded_out), replace(lse, rounded=rounded_lse)
+
+    def _products(self) -> torch.dtype:
+        """The dtype of a GPU's products with queries of 8 bits that are not of 8 bits: P times the scales of tokens or
+        pages may be outside of float16's range.
+        """
+        x, keys = self.given.get("v_descale"), self.k.shape[1]
+        sequences = sum(1 for _ in self._sequences())
+        of_pages = self.paged and x is not None and x.ndim == 2 and len(x) == len(self._stored_keys())
+        by_head = x is None or (tuple(x.shape) in ((keys,), (sequences, keys)) and not of_pages)
+        return torch.float16 if by_head else torch.bfloat16
+
+    def _stored_keys(self) -> Tensor:
+        return self.given["k" if self.cache is None else "k_cache"]  # type: ignore[no-any-return]
 
     def _sum_error(self, name: str) -> float:
         """That of a sum of 16-bit inputs on a GPU."""
@@ -255,7 +274,7 @@ class _Solution:
         results = forward(sequence)
         self.lse[q_rows], self.A[q_rows] = results.lse.T, results.A.T
         self.sums["out"].add_rows(q_rows, results.out)
-        if self.eight_bit_products:
+        if self.eight_bits:
             self.lost[q_rows] = LEAST_WEIGHT * self._lost(batch, k_rows, results.kept.value).transpose(0, 1)
         for total, part in zip(self.slack, results.slack or (), strict=False):
             total[q_rows] = part.transpose(0, 1)

@@ -28,6 +28,9 @@ from .operands import (
     Value,
     Variable,
     element_type,
+    lane_numbers,
+    undefined,
+    vector_type,
 )
 
 
@@ -71,7 +74,9 @@ class Code:
         number = float(x) if element_type(kind) in FLOATING else int(x)
         key = (str(kind), repr(number))
         if key not in self.constants:  # llvmlite is slow at making constants
-            content = [number] * kind.count if isinstance(kind, llvm.VectorType) else number
+            content: Any = number
+            if isinstance(kind, llvm.VectorType):  # `None` is all zeros, which is a word to write and to parse
+                content = None if key[1] in ("0", "0.0") else [number] * kind.count
             self.constants[key] = Value(self, llvm.Constant(kind, content))
         return self.constants[key]
 
@@ -84,11 +89,11 @@ class Code:
 
     def full(self, x: float = 0.0) -> Value:
         """A vector constant of reals, all equal."""
-        return self.constant(x, llvm.VectorType(self.real_type, self.lanes))
+        return self.constant(x, vector_type(self.real_type, self.lanes))
 
     def lane_indices(self) -> Value:
         """0, 1, 2, ... as 32-bit integers."""
-        return Value(self, llvm.Constant(llvm.VectorType(INT, self.lanes), list(range(self.lanes))))
+        return Value(self, lane_numbers(tuple(range(self.lanes))))
 
     def scalar(self, x: "Value | float", kind: llvm.Type) -> Value:
         return x if isinstance(x, Value) else self.constant(x, kind)
@@ -97,10 +102,9 @@ class Code:
         """A vector with `x` in all lanes."""
         if isinstance(x.ir.type, llvm.VectorType):
             return x
-        kind = llvm.VectorType(x.ir.type, self.lanes)
-        one = self.ir.insert_element(llvm.Constant(kind, llvm.Undefined), x.ir, llvm.Constant(INT, 0))
-        zeros = llvm.Constant(llvm.VectorType(INT, self.lanes), [0] * self.lanes)
-        return Value(self, self.ir.shuffle_vector(one, llvm.Constant(kind, llvm.Undefined), zeros))
+        nothing = undefined(vector_type(x.ir.type, self.lanes))
+        one = self.ir.insert_element(nothing, x.ir, self.constant(0, INT).ir)
+        return self.shuffle(Value(self, one), Value(self, nothing), (0,) * self.lanes)
 
     def broadcast(self, a: Any, b: Any) -> tuple[Any, Any]:
         """Two operands converted to one type: Python numbers to constants, scalars to vectors."""
@@ -172,7 +176,7 @@ class Code:
         source, old = x.ir.type, element_type(x.ir.type)
         if old is kind:
             return x
-        result_type = llvm.VectorType(kind, source.count) if isinstance(source, llvm.VectorType) else kind
+        result_type = vector_type(kind, source.count) if isinstance(source, llvm.VectorType) else kind
         wider = kind in SIZES and old in SIZES and SIZES[kind] > SIZES[old]
         if old in FLOATING:
             name = ("fpext" if wider else "fptrunc") if kind in FLOATING else "fptosi"
@@ -186,13 +190,14 @@ class Code:
 
     def bitcast(self, x: Value, kind: llvm.Type) -> Value:
         source = x.ir.type
-        wanted = llvm.VectorType(kind, source.count) if isinstance(source, llvm.VectorType) else kind
+        wanted = vector_type(kind, source.count) if isinstance(source, llvm.VectorType) else kind
         return Value(self, self.ir.bitcast(x.ir, wanted))
 
     def shuffle(self, a: Value, b: Value, lanes: Sequence[int]) -> Value:
         """A vector of chosen lanes of `a` and `b`; lanes of `b` are numbered behind the lanes of `a`."""
-        mask = llvm.Constant(llvm.VectorType(INT, len(lanes)), list(lanes))
-        return Value(self, self.ir.shuffle_vector(a.ir, b.ir, mask))
+        shuffled = self.ir.shuffle_vector(a.ir, b.ir, lane_numbers(tuple(lanes)))
+        shuffled.type = vector_type(element_type(a.ir.type), len(lanes))
+        return Value(self, shuffled)
 
     # Control ---------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from ....expression.derivative import Load
 from .captured import Captured, Position, pattern
 from .codegen import Code
 from .kernel import Kernel
-from .operands import ADDRESS, BIT, INT, LONG, Pointer, Value, Variable
+from .operands import ADDRESS, BIT, INT, LONG, Pointer, Value, Variable, vector_type
 from .sums import fast_two_sum
 
 NONE = -1  # the element of a lane that has read none yet
@@ -40,7 +40,7 @@ class ElementGradients:
             code, kernel.variant.formula.tensors, kernel.a.pointer("captured", LONG), kernel.variant.wide
         )
         self.sums = {x.tensor: task_sums(captured, x.tensor, (task.b, task.kv_head, task.split)) for x in self.loads}
-        none = code.constant(NONE, llvm.VectorType(self.kind, code.lanes))
+        none = code.constant(NONE, vector_type(self.kind, code.lanes))
         self.runs = [Run(code.variable(code.full()), code.variable(none)) for _ in self.loads]
 
     def add(self, results: Sequence[Any], ds: Value, visible: Value) -> None:
@@ -59,7 +59,7 @@ class ElementGradients:
     def element(self, positions: list[Position]) -> tuple[Value, Value]:
         """The offset of a load's element, and whether there is one."""
         code = self.code
-        offset, inside = code.constant(0, llvm.VectorType(self.kind, code.lanes)), code.constant(1, BIT)
+        offset, inside = code.constant(0, vector_type(self.kind, code.lanes)), code.constant(1, BIT)
         for x in positions:
             offset, inside = offset + code.convert(x.offset, self.kind), inside & x.inside
         return offset, inside

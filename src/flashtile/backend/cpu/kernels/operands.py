@@ -6,6 +6,7 @@ stack until LLVM's `sroa` pass promotes them to registers. Arithmetic is IEEE: n
 reassociated or assumed finite.
 """
 
+import functools
 from typing import Any
 
 from llvmlite import ir as llvm
@@ -21,6 +22,22 @@ FLOAT, DOUBLE, HALF, VOID, ADDRESS = (
 SIZES = {BYTE: 1, SHORT: 2, HALF: 2, INT: 4, FLOAT: 4, LONG: 8, DOUBLE: 8, ADDRESS: 8}
 FLOATING = (FLOAT, DOUBLE, HALF)
 REAL_TYPES = {"float32": FLOAT, "float64": DOUBLE}  # types of scores, sums and accumulators
+
+
+@functools.cache  # llvmlite writes the name of each type object anew
+def vector_type(kind: llvm.Type, lanes: int) -> llvm.VectorType:
+    return llvm.VectorType(kind, lanes)
+
+
+@functools.cache
+def undefined(kind: llvm.Type) -> llvm.Constant:
+    return llvm.Constant(kind, llvm.Undefined)
+
+
+@functools.cache
+def lane_numbers(lanes: tuple[int, ...]) -> llvm.Constant:
+    """A constant of 32-bit integers, such as the mask of a shuffle."""
+    return llvm.Constant(vector_type(INT, len(lanes)), list(lanes))
 
 
 def element_type(kind: llvm.Type) -> llvm.Type:
@@ -119,6 +136,8 @@ class Pointer:
         self.code, self.ir, self.kind = code, address, kind
 
     def __add__(self, i: "Value | int") -> "Pointer":
+        if isinstance(i, int) and i == 0:
+            return self
         step = self.code.ir.gep(self.ir, [self.code.index(i).ir], source_etype=self.kind)
         step.type = ADDRESS  # llvmlite types the result by its element
         return Pointer(self.code, step, self.kind)
@@ -134,7 +153,7 @@ class Pointer:
         self.code.ir.store(self.code.scalar(x, self.kind).ir, (self + i).ir, align=SIZES[self.kind])
 
     def vector(self, i: "Value | int" = 0) -> Value:
-        kind = llvm.VectorType(self.kind, self.code.lanes)
+        kind = vector_type(self.kind, self.code.lanes)
         return Value(self.code, self.code.ir.load((self + i).ir, typ=kind, align=SIZES[self.kind]))
 
     def store(self, x: Value, i: "Value | int" = 0) -> None:

@@ -9,21 +9,19 @@ two bfloat16, of neighboring features or keys.
 Features past the last one are 0 in q and k, and so are keys past the last one in v and p.
 """
 
-from llvmlite import ir as llvm
-
 from ..workspace import TILE_DEPTH, TILE_ROWS
 from .codegen import Code
 from .formats import transpose
-from .operands import ADDRESS, INT, LONG, SHORT, Pointer, Value
+from .operands import ADDRESS, INT, LONG, SHORT, Pointer, Value, vector_type
 
 TILE_WORDS = TILE_ROWS * TILE_ROWS
 
 
 def load_words(code: Code, source: Pointer, i: Value | int) -> Value:
     """Words from element `i` on, which need not be aligned to words."""
-    kind = llvm.VectorType(SHORT, 2 * code.lanes)
+    kind = vector_type(SHORT, 2 * code.lanes)
     pairs = code.ir.load((source + i).ir, typ=kind, align=2)
-    return Value(code, code.ir.bitcast(pairs, llvm.VectorType(INT, code.lanes)))
+    return Value(code, code.ir.bitcast(pairs, vector_type(INT, code.lanes)))
 
 
 def joined(code: Code, low: Value, high: Value) -> Value:
@@ -40,7 +38,7 @@ def copy_row(code: Code, source: Pointer, at: Value, count: Value, to: Pointer, 
         (to + d // TILE_DEPTH * step).cast(INT).store(load_words(code, source, at + d))
     with code.if_then(full < count):
         part = to + full // TILE_DEPTH * step
-        part.cast(INT).store(code.constant(0, llvm.VectorType(INT, code.lanes)))
+        part.cast(INT).store(code.constant(0, vector_type(INT, code.lanes)))
         with code.loop(full, count) as d:
             part[d - full] = source[at + d]
 
@@ -77,17 +75,16 @@ def emit_pack_rows(code: Code) -> None:
         offsets, to = code.pointer(args[1], LONG), code.pointer(args[5], INT)
         rows, count = args[2], args[3]
         full, chunks = count // TILE_DEPTH, (count + (TILE_DEPTH - 1)) // TILE_DEPTH
-        with code.loop(0, rows, TILE_ROWS) as r:
-            of_rows = to + r // TILE_ROWS * chunks * TILE_WORDS
-            with code.loop(0, full) as n:
-                words = [load_words(code, source, offsets[r + i] + n * TILE_DEPTH) for i in range(TILE_ROWS)]
-                store_tile(code, transpose(code, words), of_rows + n * TILE_WORDS)
-            with code.if_then(full < chunks):
-                for i in range(TILE_ROWS):
-                    row = scratch + i * TILE_DEPTH
-                    copy_row(code, source, offsets[r + i] + full * TILE_DEPTH, count - full * TILE_DEPTH, row, 0)
-                words = [load_words(code, scratch, i * TILE_DEPTH) for i in range(TILE_ROWS)]
-                store_tile(code, transpose(code, words), of_rows + full * TILE_WORDS)
+        with code.loop(0, rows, TILE_ROWS) as r, code.loop(0, chunks) as n:
+            partial = n.equals(full)  # the last chunk, which is copied first and has its rows one after another
+            with code.if_then(partial), code.loop(0, TILE_ROWS) as i:
+                at, left = offsets[r + i] + full * TILE_DEPTH, count - full * TILE_DEPTH
+                copy_row(code, source, at, left, scratch + i * TILE_DEPTH, 0)
+            begins = [offsets[r + i] + n * TILE_DEPTH for i in range(TILE_ROWS)]
+            begins = [code.select(partial, code.index(i * TILE_DEPTH), x) for i, x in enumerate(begins)]
+            first = Pointer(code, code.ir.select(partial.ir, scratch.ir, source.ir), SHORT)
+            words = [load_words(code, first, x) for x in begins]
+            store_tile(code, transpose(code, words), to + (r // TILE_ROWS * chunks + n) * TILE_WORDS)
 
 
 def emit_pack_keys(code: Code) -> None:

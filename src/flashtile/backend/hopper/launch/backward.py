@@ -10,7 +10,7 @@ from ....call.plan import Plan
 from ...gpu import replay
 from ...gpu.replay import Recorder
 from ...replays import BackwardReplay, Results
-from ..tile_config import FusedBackwardConfig, SplitBackwardConfig
+from ..backward_config import FusedBackwardConfig, SplitBackwardConfig
 from .backward_launches import Rows
 from .descriptors import tma_aligned
 from .float32_backward import Float32Backward

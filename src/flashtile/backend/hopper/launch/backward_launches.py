@@ -24,7 +24,8 @@ from ...scalars import (
     strides,
     window_numbers,
 )
-from ..tile_config import ALIGN, MMA_M, OVERLAPPING, DkdvConfig, FusedBackwardConfig
+from ..backward_config import DkdvConfig, FusedBackwardConfig
+from ..tile_config import ALIGN, MMA_M, OVERLAPPING
 from . import KERNELS, formulas
 from .descriptors import dense_descriptor, ragged_descriptor, row_stats_descriptor
 from .distance_table import with_distance_table

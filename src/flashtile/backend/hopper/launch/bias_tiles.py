@@ -12,10 +12,11 @@ from ...gpu.kernel import Kernel
 from ...gpu.pairs import ALIGN, has_aligned_rows
 from ...gpu.pointers import Described
 from ...gpu.replay import Recorder
+from ..backward_config import FusedBackwardConfig
 from ..plan.listed import has_pair_bits
 from ..plan.tables import BACKWARD_BIAS_STAGES, FORWARD, FORWARD_BIAS_STAGES
 from ..plan.widths import ONE_BOX
-from ..tile_config import MMA_M, ForwardConfig, FusedBackwardConfig
+from ..tile_config import MMA_M, ForwardConfig
 from . import KERNELS
 from .descriptors import dense_descriptor
 

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from ....call.call import Call, Tensors
 from ...gpu.replay import Recorder
-from ..tile_config import SplitBackwardConfig
+from ..backward_config import SplitBackwardConfig
 from .float32 import num_parts, split_rows
 from .split_backward import SplitBackward
 

@@ -11,7 +11,8 @@ from ...gpu.kernel import Kernel
 from ...gpu.pointers import Described, Layout, Pointers
 from ...gpu.replay import Recorder, Results
 from ...scalars import strides
-from ..tile_config import ALIGN, COMBINE_ROWS, DQ_COLUMNS, MMA_M, NUM_WARPGROUPS, OVERLAPPING, FusedBackwardConfig
+from ..backward_config import FusedBackwardConfig
+from ..tile_config import ALIGN, COMBINE_ROWS, DQ_COLUMNS, MMA_M, NUM_WARPGROUPS, OVERLAPPING
 from . import KERNELS
 from .backward_launches import WARPS, BackwardLaunches, Rows
 from .bias_tiles import BACKWARD_SHARE, backward_tiles, with_aligned_rows

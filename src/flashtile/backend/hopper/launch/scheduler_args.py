@@ -1,7 +1,8 @@
 """Arguments of the tile scheduler for tiles of rows (`kernels.shared.tile_scheduler`)."""
 
 from ....call.call import Call
-from ..tile_config import DqConfig, Float32Forward, ForwardConfig, TangentsConfig
+from ..backward_config import DqConfig
+from ..tile_config import Float32Forward, ForwardConfig, TangentsConfig
 
 
 def scheduler_args(call: Call, config: ForwardConfig | Float32Forward | DqConfig | TangentsConfig) -> dict[str, int]:

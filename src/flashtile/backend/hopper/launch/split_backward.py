@@ -17,7 +17,8 @@ from ...gpu.kernel import Kernel
 from ...gpu.pointers import Layout
 from ...gpu.replay import Recorder, Results
 from ...scalars import strides
-from ..tile_config import ALIGN, MMA_M, OVERLAPPING, DkdvConfig, SplitBackwardConfig
+from ..backward_config import DkdvConfig, SplitBackwardConfig
+from ..tile_config import ALIGN, MMA_M, OVERLAPPING
 from . import KERNELS
 from .backward_launches import BackwardLaunches, Rows
 from .scheduler_args import scheduler_args

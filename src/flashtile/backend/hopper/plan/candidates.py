@@ -16,16 +16,8 @@ from ....expression import Formula
 from ....expression.scaling import is_head_factor
 from ...gpu.archive import compiler_version
 from ...gpu.waves import splits_that_fill
-from ..tile_config import (
-    DkdvConfig,
-    DqConfig,
-    Float32Forward,
-    ForwardConfig,
-    FusedBackwardConfig,
-    LatentForward,
-    SplitBackwardConfig,
-    TangentsConfig,
-)
+from ..backward_config import DkdvConfig, DqConfig, FusedBackwardConfig, SplitBackwardConfig
+from ..tile_config import Float32Forward, ForwardConfig, LatentForward, TangentsConfig
 from .listed import expects_lists, is_padded
 from .tables import EIGHT_BIT, FLOAT32, FORWARD, FUSED_BACKWARD, LATENT, SPLIT_BACKWARD, TANGENTS
 from .widths import ONE_BOX, SHARED_COLUMNS, eight_bit_width, is_latent, widths

@@ -7,17 +7,8 @@ from ....call.window import UNLIMITED
 from ...gpu import waves
 from ...gpu.cost import Cost, Counts, add_work, memory, missed, of_group, rows_bytes, shared, shown
 from ...gpu.waves import Work, busiest, divided_end
-from ..tile_config import (
-    MMA_M,
-    DkdvConfig,
-    DqConfig,
-    Float32Forward,
-    ForwardConfig,
-    FusedBackwardConfig,
-    LatentForward,
-    SplitBackwardConfig,
-    TangentsConfig,
-)
+from ..backward_config import DkdvConfig, DqConfig, FusedBackwardConfig, SplitBackwardConfig
+from ..tile_config import MMA_M, Float32Forward, ForwardConfig, LatentForward, TangentsConfig
 from .listed import expects_lists
 
 RowsConfig = ForwardConfig | Float32Forward | LatentForward | DqConfig | TangentsConfig

@@ -2,17 +2,13 @@
 
 from typing import NamedTuple
 
+from ..backward_config import DkdvConfig, DqConfig, FusedBackwardConfig, LateDq, SplitBackwardConfig
 from ..tile_config import (
-    DkdvConfig,
-    DqConfig,
     EightBitForward,
     Float32Forward,
     ForwardConfig,
-    FusedBackwardConfig,
     HeadDim,
-    LateDq,
     LatentForward,
-    SplitBackwardConfig,
     TangentsConfig,
     TileConfig,
 )

@@ -28,7 +28,7 @@ from ...scalars import (
     window_numbers,
 )
 from ..constants import MAX_HEAD_DIM, MAX_LATENT_DIM, TRANSPOSED_ROWS, Constants, HeadDim
-from ..plan.candidates import most_parts
+from ..plan.few_rows import most_parts
 from ..tile_config import KernelConfig
 from . import eight_bit
 

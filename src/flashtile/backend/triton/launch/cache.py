@@ -8,6 +8,7 @@ from torch import Tensor
 from ....call.cache import CacheCall, as_pages, paged_call, rows_in_order, rows_of_table
 from ....call.cache_tensors import CacheTensors
 from ....call.call import Call, Tensors
+from ....call.latent_rows import is_packed
 from ....call.plan import Plan
 from ...gpu.replay import Recorder
 from ...replays import Results
@@ -16,13 +17,14 @@ from .forward import launch_attention
 
 
 def appendable(cache: CacheTensors, cu_seqlens_q: Tensor | None) -> bool:
-    """Whether the kernel can write into the cache: its features are contiguous, it has sequences, and new keys are
-    packed like the queries.
+    """Whether the kernel can write into the cache: its features are contiguous and not packed, it has sequences, and
+    new keys are packed like the queries.
     """
     sizes = (*cache.cache_seqlens.shape, *(() if cache.page_table is None else cache.page_table.shape))
     contiguous = cache.k_cache.stride(-1) == 1 and cache.v_cache.stride(-1) == 1
     alike = cache.k is None or cache.k.dim() == (4 if cu_seqlens_q is None else 3)
-    return contiguous and 0 not in sizes and alike and cache.cu_seqlens_k_new is None
+    packed = cache.k is not None and is_packed(cache.k_cache)
+    return contiguous and not packed and 0 not in sizes and alike and cache.cu_seqlens_k_new is None
 
 
 def launch_append(recorder: Recorder, given: CacheCall) -> Results:

@@ -10,30 +10,22 @@ from ....call.call import NO_FEATURES
 from ....call.device import Device
 from ....call.problem import Problem, power_of_two
 from ...gpu.chips import MMA_SYNC, memory_of
-from ...gpu.decoding import MAX_GROUP, MAX_ROWS, group_of, is_decoding, packed_rows
+from ...gpu.decoding import is_decoding
 from ...gpu.waves import splits_that_fill
-from ..constants import MAX_HEAD_DIM, TRANSPOSED_ROWS
+from ..constants import MAX_HEAD_DIM
 from ..tile_config import BlockedSecond, FusedConfig, KernelConfig, TileConfig, WidthConfigs
-from . import latent, tables
-from .cost import MERGED_AT_ONCE, fits, programs_of_core
-from .families import MIN_COPY_BYTES, has_most, has_pairs, has_room, misaligned, needs_room, reads_pairs, takes_mma
+from . import few_rows, tables
+from .cost import fits, programs_of_core
+from .families import has_most, has_pairs, misaligned, needs_room, reads_pairs, takes_mma, width_of
+from .few_rows import PAIRS_BYTES, SHORT, within_memory
 
 ALIGNED = 16  # bytes of one asynchronous copy
 BY_PYTORCH = {False: "PyTorch's", True: "PyTorch's, of bfloat16 parts"}  # float32's products
-LONG_OF_EIGHT_BITS = 4096  # keys from which a tile has twice as many (`benchmarks/eight_bit_caches.py --forms`)
-KEYS_TIMES_WIDTH, FEW = 8192, 16  # size of a tile that decodes; rows above which products take time too
 # Features above which a second derivative has the weights of pairs in memory, and KiB of shared memory for its sums.
 BLOCKED_ABOVE, BLOCKED_MEMORY = 128, 99
 WIDE_FLOAT32, WIDE_HALF = 128, 256  # head dimensions above which tiles are too small to be fast
 MOST_KEYS = 2**16  # keys of a row of products, which one program reads
-PAIRS_BYTES = 4096  # shared memory beside rows and probabilities, for a feature of few rows
-LEAST_PART, KEYS_OF_ROW = 512, 64  # keys of a part at least, and for each row: results of parts are 2% of the keys
 LEAST_STEPS = 4  # steps in each part of a walk
-# Registers of a thread that decodes in parts by tiles of few rows: three programs of four warps share a core. Left to
-# itself, ptxas takes 255 for the nested loops.
-PART_REGISTERS = 168
-MOST_PARTS, FILLING = 32, 256  # parts of a sequence, and of all key heads of one
-SHORT = 64  # rows and keys of a sequence that is one small tile
 MOST_WITH_FEATURES = 64  # rows or keys of a block; a feature of each pair makes larger ones spill
 SHORT_PAIRS, INTERPRETER_PAIRS = 64 * 128, 16 * 16  # pairs of a tile that is a whole sequence in backward
 SHORT_LENGTH = 128  # its rows and keys: longer and narrower ones spill 1 to 4 KB a thread
@@ -42,17 +34,17 @@ SHORT_LENGTH = 128  # its rows and keys: longer and narrower ones spill 1 to 4 K
 def forward(problem: Problem, device: Device) -> Iterator[tuple[TileConfig, int]]:
     """Tiles, and numbers of programs that share the keys of a tile."""
     if problem.head_dim > MAX_HEAD_DIM:
-        yield from latent.forward(problem, device)
+        yield from few_rows.latent(problem, device)
         return
     p, row = problem, row_of(problem, device)
     plain = TileConfig(row.forward, row.dkdv, row.dq)
     if p.batch_invariant:
-        yield from batch_invariant(plain, row.width, p, device)
+        yield from few_rows.batch_invariant(plain, row.width, p, device)
         return
     if multiplies(p, device):
         yield plain._replace(products=BY_PYTORCH[p.dtype is torch.float32]), 1
     if is_decoding(p, large_groups=has_most(p.dtype, device)):
-        yield from few_rows(plain, row.width, p, device)
+        yield from few_rows.ways(plain, row.width, p, device)
         return
     yield from ((plain._replace(forward=tile), 1) for tile in forward_tiles(row.forward, p, device))
     for tile in mma_tiles("forward", p, device):
@@ -137,19 +129,8 @@ def tangent_tiles(problem: Problem, device: Device) -> tuple[KernelConfig, ...]:
         found = tuple(x._replace(block_m=32, num_warps=4) for x in found)
     if needs_room(p, device):
         found = tuple(x._replace(block_n=max(16, x.block_n // 2)) for x in found)
-    return tuple(dict.fromkeys(tangents_within_memory(x, p, device) for x in found))
-
-
-def tangents_within_memory(tile: KernelConfig, problem: Problem, device: Device) -> KernelConfig:
-    """The tile, or with fewer stages, keys and then rows one that a chip has the shared memory for."""
-    sides = (("num_stages", 1), ("block_n", 16), ("block_m", 16))
-    while not fits(problem, device, tile, "tangents"):
-        side = next((name for name, least in sides if getattr(tile, name) > least), None)
-        if side is None:
-            break
-        least = dict(sides)[side]
-        tile = tile._replace(**{side: max(least, getattr(tile, side) // 2)})
-    return tile
+    tiles = dict.fromkeys(within_memory(x, p, device, "tangents", 0) for x in found)
+    return (*tiles, *mma_tiles("tangents", p, device))
 
 
 def forward_tiles(tile: KernelConfig, problem: Problem, device: Device) -> tuple[KernelConfig, ...]:
@@ -172,7 +153,7 @@ def multiplies(problem: Problem, device: Device, *, backward: bool = False) -> b
     Hopper, where six products of bfloat16 numbers take less time than one of float32; in forward, of float32 alone.
     """
     p = problem
-    width = max(p.head_dim, p.head_dim_v)
+    width = width_of(p)
     wide = p.layout == "dense" and width > (WIDE_FLOAT32 if p.dtype is torch.float32 else WIDE_HALF)
     # PyTorch's products on a GPU are not deterministic without settings in the environment.
     if device.arch != "sm_90" or not wide or p.deterministic or p.seqlen_k > MOST_KEYS:
@@ -181,112 +162,6 @@ def multiplies(problem: Problem, device: Device, *, backward: bool = False) -> b
     if p.head_dim % 8 or p.head_dim_v % 8 or p.octet_start:
         return False
     return backward or p.dtype is torch.float32
-
-
-def few_rows(tiles: TileConfig, width: int, problem: Problem, device: Device) -> Iterator[tuple[TileConfig, int]]:
-    """Of decoding and sequences of one small tile: the query heads of a group are the rows of one tile, and several
-    programs share its keys.
-    """
-    p, group = problem, group_of(problem)
-    base = within_memory(few_rows_tile(tiles.forward, width, p, device), p, device)
-    found = [base]
-    if p.eight_bit is not None and base.block_n == 64 and 64 < width_of(p) <= 128 and p.seqlen_k >= LONG_OF_EIGHT_BITS:
-        found = [within_memory(base._replace(block_n=128), p, device)]
-    wide = base.block_m == TRANSPOSED_ROWS and 64 < width_of(p) <= 128 and has_most(p.dtype, device)
-    if wide and base.num_warps == 4 and p.layout == "dense" and p.eight_bit is None:
-        found = [within_memory(base._replace(block_n=128), p, device)]
-    if loads_ahead(p, device):
-        uneven = p.pages is not None and p.pages.several  # one warp lacks registers for the addresses of pages
-        if base.block_m == tables.ONE_WARP.block_m and width_of(p) <= tables.ONE_WARP_WIDTH and not uneven:
-            found.append(tables.ONE_WARP)
-        if p.layout == "dense" and p.seqlen_q > 1 and max(p.seqlen_q, p.seqlen_k) <= SHORT:
-            whole = base._replace(block_m=SHORT, block_n=SHORT, num_stages=1)
-            found.append(within_memory(whole, p, device))
-    for tile in dict.fromkeys(found):
-        chosen = tiles._replace(forward=tile, pack_gqa=group, given_splits=None if tile == base else base)
-        blocks = -(-max(p.seqlen_q, 1) * group // tile.block_m)
-        programs = max(1, blocks * p.num_heads_q // group * p.batch)
-        slots, most = (device.cores, device.cores * programs_of_core(p, device, tile)), -(-p.seqlen_k // tile.block_n)
-        filling = {n for x in slots for n in splits_that_fill(tables.SPLITS, programs, x, most)}
-        if max(filling, default=1) > MERGED_AT_ONCE:  # fewer programs may be worth it for the merge
-            filling.add(MERGED_AT_ONCE)
-        for n in sorted({1, *filling}):
-            yield chosen, n
-
-
-def batch_invariant(
-    tiles: TileConfig, width: int, problem: Problem, device: Device
-) -> Iterator[tuple[TileConfig, int]]:
-    """The tile of batch-invariant calls of these heads and features, in any layout; of decoding, with any number of
-    programs, among which parts of keys are dealt. Parts have `part_keys`, or a multiple of them where there would be
-    more than `most_parts`.
-    """
-    p = problem
-    if not p.decodes:
-        yield tiles, 1
-        return
-    group = group_of(p)
-    tile = few_rows_tile(tiles.forward, width, p, device)
-    tile = within_memory(tile._replace(block_m=min(tile.block_m, MAX_GROUP)), p, device)
-    part_keys = max(LEAST_PART, KEYS_OF_ROW * power_of_two(group))
-    programs = max(1, -(-group // tile.block_m) * p.num_heads_kv * p.batch)
-    slots = device.cores * programs_of_core(p, device, tile)
-    few = tile.block_m == TRANSPOSED_ROWS and width_of(p) <= 128 and device.arch.startswith("sm_")
-    registers = PART_REGISTERS if few else None
-    chosen = tiles._replace(forward=tile, pack_gqa=group, part_keys=part_keys, part_registers=registers)
-    parts = min(-(-p.seqlen_k // part_keys), most_parts(p.num_heads_kv))
-    for n in (1, *splits_that_fill(tables.SPLITS, programs, slots, parts)):
-        yield chosen, n
-
-
-def most_parts(key_heads: int) -> int:
-    """Parts of a sequence's keys at most: more where few key heads leave cores without work."""
-    return max(MOST_PARTS, min(2 * MOST_PARTS, FILLING // max(key_heads, 1)))
-
-
-def width_of(problem: Problem) -> int:
-    return max(problem.head_dim, problem.head_dim_v)
-
-
-def few_rows_tile(shipped: KernelConfig, width: int, problem: Problem, device: Device) -> KernelConfig:
-    """The tile of few rows, whatever the batch and the lengths: with a given number of splits, a sequence's bits depend
-    neither on the batch nor on the longest sequence in it.
-
-    Loading keys is all the work: two blocks of keys and values are in flight while one is used, and smaller tiles let
-    several programs run on a core.
-    """
-    block_n = max(16, KEYS_TIMES_WIDTH // width)
-    block_m = max(16, power_of_two(packed_rows(problem)))
-    if packed_rows(problem) <= TRANSPOSED_ROWS and width <= 256 and loads_ahead(problem, device):
-        block_m = TRANSPOSED_ROWS
-    if misaligned(problem, device):
-        block_m = min(block_m, shipped.block_m)
-    if not loads_ahead(problem, device):
-        return KernelConfig(block_m, min(shipped.block_n, block_n), 4, shipped.num_stages)
-    block_m = min(block_m, MAX_ROWS) if width <= 64 else block_m
-    if block_m > MAX_ROWS:
-        return KernelConfig(block_m, block_n, 8, 4)
-    if block_m > FEW:
-        return KernelConfig(block_m, 64 if width <= 128 else max(16, block_n // 2), 4, 3)
-    return KernelConfig(block_m, min(64, max(16, 4 * block_n)), 2 if width_of(problem) <= 96 else 4, 3)
-
-
-def within_memory(tile: KernelConfig, problem: Problem, device: Device) -> KernelConfig:
-    """The tile, or with fewer keys and then fewer rows one that a chip has the shared memory for."""
-    while not fits(problem, device, tile, "forward", PAIRS_BYTES) and max(tile.block_m, tile.block_n) > 16:
-        side = "block_n" if tile.block_n > 16 else "block_m"
-        tile = tile._replace(**{side: getattr(tile, side) // 2})
-    return tile
-
-
-def loads_ahead(problem: Problem, device: Device) -> bool:
-    """Whether a tile of few rows has the shared memory for several blocks of keys, copied asynchronously whatever their
-    address.
-    """
-    widths = problem.head_dim, problem.head_dim_v
-    size = problem.dtype.itemsize if problem.eight_bit is None else 1
-    asynchronous = all(n * size % MIN_COPY_BYTES == 0 for n in widths)
-    return has_room(problem.dtype, device) and asynchronous and not (has_pairs(problem) or problem.dropout)
 
 
 def backward(problem: Problem, device: Device) -> Iterator[TileConfig]:
@@ -348,7 +223,7 @@ def one_tile(problem: Problem, device: Device) -> list[FusedConfig]:
     """One tile for all rows and keys of a sequence, dense or packed, if registers hold its pairs."""
     p = problem
     block_m, block_n = (max(16, power_of_two(n)) for n in (p.seqlen_q, p.seqlen_k))
-    width = max(p.head_dim, p.head_dim_v)
+    width = width_of(p)
     most_pairs = INTERPRETER_PAIRS if device.type == "cpu" else SHORT_PAIRS if width <= 64 else SHORT_PAIRS // 2
     widest = 128 if has_most(p.dtype, device) else 64
     if block_m * block_n > most_pairs or max(block_m, block_n) > SHORT_LENGTH or width > widest:
@@ -360,7 +235,7 @@ def one_tile(problem: Problem, device: Device) -> list[FusedConfig]:
 def walks(problem: Problem, device: Device) -> Iterator[FusedConfig]:
     """One block for all rows or all keys of a sequence, and a walk over the blocks of the other side."""
     p = problem
-    width = max(p.head_dim, p.head_dim_v)
+    width = width_of(p)
     rows, keys = (max(16, power_of_two(n)) for n in (p.seqlen_q, p.seqlen_k))
     known = tables.INTERPRETER_WALKS if device.type == "cpu" else tables.WALKS if has_most(p.dtype, device) else ()
     features = has_pairs(p) or p.dropout
@@ -383,7 +258,7 @@ def dbias_tile(dq: KernelConfig, problem: Problem, device: Device) -> KernelConf
     second stage hides the loads (H200: 13 to 27% of backward with such a gradient at 4096 x 4096). The bias itself is
     loaded once, but for 64 features, where its registers cost more (docs/journal/2026-11-25-bands.md).
     """
-    width = max(problem.head_dim, problem.head_dim_v)
+    width = width_of(problem)
     if not has_most(problem.dtype, device) or width > 128 or misaligned(problem, device):
         return dq._replace(num_stages=1)
     if is_biased(problem, device):
@@ -397,7 +272,7 @@ def row_of(problem: Problem, device: Device) -> WidthConfigs:
         return tables.INTERPRETER
     if is_biased(problem, device):
         return tables.BIASED
-    return fitted(shipped(problem.dtype, max(problem.head_dim, problem.head_dim_v), device), problem, device)
+    return fitted(shipped(problem.dtype, width_of(problem), device), problem, device)
 
 
 def shipped(dtype: torch.dtype, width: int, device: Device) -> WidthConfigs:

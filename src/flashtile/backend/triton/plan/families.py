@@ -13,6 +13,10 @@ MIN_COPY_BYTES, MOST_COPY_BYTES = 4, 16  # bytes of an asynchronous copy
 MOST_MMA = 256  # features of `kernels.mma`
 
 
+def width_of(problem: Problem) -> int:
+    return max(problem.head_dim, problem.head_dim_v)
+
+
 def has_most(dtype: torch.dtype, device: Device) -> bool:
     """Whether the configurations are for chips with the most shared memory; we measured one."""
     return dtype is not torch.float32 and memory_of(device) >= MOST_SHARED_MEMORY
@@ -56,4 +60,4 @@ def takes_mma(problem: Problem, device: Device) -> bool:
     p = problem
     whole = p.alignment == MOST_COPY_BYTES and p.head_dim % 8 == 0 and p.head_dim_v % 8 == 0
     known = device.type == "cuda" and device.arch in MMA_SYNC and p.dtype is not torch.float32
-    return known and whole and p.pages is None and not p.dropout and max(p.head_dim, p.head_dim_v) <= MOST_MMA
+    return known and whole and p.pages is None and not p.dropout and width_of(p) <= MOST_MMA
