@@ -175,12 +175,12 @@ def report_times(width: int, rows: int, causal: bool, rounds: int, variants: lis
     return medians[variants[0]]
 
 
-def report_rates(width: int, rounds: int) -> None:
+def report_rates(width: int, rounds: int, variant: str) -> None:
     """Print the rates of a width's kernel, as `rates/` has them, that fit its times best."""
     device = describe_device(torch.device("cuda"))
     counted, times = [], []
     for rows, causal in ((16384, False), (16384, True), (4096, False), (4096, True), (1024, False), (1024, True)):
-        times.append(1000 * report_times(width, rows, causal, rounds, ["{}"]))
+        times.append(1000 * report_times(width, rows, causal, rounds, [variant]))
         q = torch.empty(TOKENS // rows, HEADS[width], rows, width, device="cuda").to(FP8)
         problem = Problem.describe(described_call(q, q, q, None, None, {"causal": causal})).bucketed()
         config = next(iter(candidates.forward(problem, device)))[0]
@@ -217,7 +217,7 @@ def main() -> None:
         width, rows, form = case.split(",")
         report_times(int(width), int(rows), form == "causal", given.rounds, variants)
     for width in given.rates:
-        report_rates(width, given.rounds)
+        report_rates(width, given.rounds, variants[0])
 
 
 if __name__ == "__main__":

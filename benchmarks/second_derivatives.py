@@ -55,7 +55,7 @@ def forced(rows: str, keys: str, wide: str) -> Iterator[None]:
     given = {
         (f"second {side}", "half"): ((512, tile_of(text)),) for side, text in (("rows", rows), ("keys", keys)) if text
     }
-    blocked = tables.BLOCKED_SECOND
+    blocked = tables.BLOCKED["half"]
     if wide:
         *tiles, columns = wide.split("/")
         blocked = blocked._replace(
@@ -63,7 +63,7 @@ def forced(rows: str, keys: str, wide: str) -> Iterator[None]:
         )
     fast_path.forget()
     forget_plans()
-    with mock.patch.dict(tables.MORE, given), mock.patch.object(tables, "BLOCKED_SECOND", blocked):
+    with mock.patch.dict(tables.MORE, given), mock.patch.dict(tables.BLOCKED, half=blocked):
         yield
     fast_path.forget()
     forget_plans()

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/train_long.py                                      # CPUs, over gloo
     torchrun --nproc-per-node 8 examples/train_long.py --device cuda --seqlen 262144 --batch 1    # GPUs, over NCCL
-    torchrun --nproc-per-node 1 examples/train_long.py                        # the same losses within rounding
+    python examples/train_long.py                                # one process, the same losses within rounding
 
 Each process has the rows that `flashtile.distributed.shard` gives it: of tokens, of the tokens to predict, of rotary
 tables. `flashtile.distributed.attention` is all that processes do together in a forward and backward pass. Then they
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from flashtile.bench.byte_gpt import OneProcess, new_model, train
 from flashtile.distributed import attention, shard
 
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 LAYOUT = "zigzag"  # all processes have as many visible pairs under a causal mask
 
 
@@ -56,6 +57,8 @@ def losses(mesh: DeviceMesh, steps: int, batch: int, seqlen: int, dtype: torch.d
 @click.option("--dtype", type=click.Choice(("float32", "float64", "bfloat16")), default="float32")
 def main(device: str, steps: int, batch: int, seqlen: int, dtype: str) -> None:
     """Train, and print losses, speed, and on GPUs the largest memory of one."""
+    if "WORLD_SIZE" not in os.environ:  # without torchrun
+        os.environ.update(ALONE)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     mesh = init_device_mesh(device, (int(os.environ["WORLD_SIZE"]),))

@@ -17,7 +17,7 @@ NEW_STEPS = ("step08_triton_backward.py", "step09_cuda_stages.cu", "step09_hoppe
 EMULATION = ("_host/emulation.h", "_host/emulation.py", "_host/gluon_emulation.py")
 APART = ("cli", "iomodel", "exercises")  # the command of all tables, the model of bytes, the judge
 CODE = (".py", ".cpp", ".cu", ".cuh", ".h")
-MOST_LINES = 6135  # 5,300 is wanted
+MOST_LINES = 6126  # 5,300 is wanted
 
 
 def test_the_course_does_not_grow() -> None:

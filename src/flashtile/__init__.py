@@ -17,7 +17,7 @@ from .block_mask import BlockMask
 from .call import sharding as _sharding
 from .call.counting import CallCount, CallCounts, calls
 from .dispatch import flops as _flops  # noqa: F401 - PyTorch's counter finds its formulas
-from .dispatch.planner import BackendStatus, backends
+from .dispatch.status import BackendStatus, backends
 from .errors import ArgumentError, AttentionError, AttentionWarning, BackendError
 from .expression import MaskMod, ScoreMod
 

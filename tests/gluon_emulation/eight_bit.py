@@ -29,10 +29,4 @@ def with_bytes_of_features(words: Value) -> Value:
     return Value(x.permute(0, 5, 2, 1, 4, 3).contiguous().view(torch.int16)[..., 0].reshape(words.shape))
 
 
-def thread_sums(words: Value) -> Value:
-    """Of words `[rows, n, 4]` in the first of n places the sum of all n."""
-    x = words.tensor.contiguous().unsqueeze(-1).view(torch.float8_e4m3fn).float().sum((1, 3))
-    return Value(torch.nn.functional.pad(x.unsqueeze(1), (0, 0, 0, words.shape[1] - 1)))
-
-
-MEANINGS = {f"// {f.__name__}": f for f in (rounded, mma_operand, with_bytes_of_features, thread_sums)}
+MEANINGS = {f"// {f.__name__}": f for f in (rounded, mma_operand, with_bytes_of_features)}

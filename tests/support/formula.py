@@ -7,7 +7,7 @@ An `Example` is one call as a function of its differentiable tensors alone, so t
 import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -146,12 +146,15 @@ def keys_of(n: int, k: Tensor, cu_seqlens_k: Tensor | None, seqused_k: Tensor | 
 
 @dataclass
 class Example:
-    """A call as a function of its `inputs`; `fixed` are the other arguments. `score_mod_n` are score_mod's tensors."""
+    """A call as a function of its `inputs`; `fixed` are the other arguments. `score_mod_n` are score_mod's tensors. By
+    default the backend is the one that has the tiles and compiles nothing; "auto" takes that of least expected time.
+    """
 
     inputs: dict[str, Tensor]
     fixed: dict[str, Any] = field(default_factory=dict)
     tile: tuple[int, int] = (2, 3)
     scores: int = 2**20  # of a block: all heads and sequences
+    backend: str = "tiled"
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -178,7 +181,7 @@ class Example:
         if "cu_seqlens_q" in arguments:
             arguments.setdefault("cu_seqlens_k", None)
         with self.tiles():
-            return call(**arguments, return_lse=True, **options)
+            return call(**arguments, return_lse=True, **{"backend": self.backend} | options)
 
     def formula(self, *tensors: Tensor) -> Outputs:
         arguments, modifiers = self.arguments(tensors)
@@ -284,7 +287,7 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
     "mask": lambda: dense({"mask": random_mask(1, HQ, SQ, SK)}),
     "mask function": lambda: dense({"mask": MASK_MOD}),
     "scale": lambda: dense({"scale": -0.7}),
-    "softcap": lambda: dense({"softcap": 0.8}),
+    "softcap": lambda: replace(dense({"softcap": 0.8}), backend="auto"),
     "bias": lambda: dense(bias=randn(B, HQ, SQ, SK)),
     "bias of keys": lambda: dense(bias=randn(B, 1, 1, SK)),
     "bias of rows": lambda: dense(bias=randn(1, HQ, SQ, 1)),
@@ -302,7 +305,7 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
     "scores of -inf": lambda: dense(bias=some_scores_minus_infinity()),
     "no keys": lambda: dense(seqlen_k=0),
     "no keys but sinks": lambda: dense(seqlen_k=0, sinks=randn(HQ)),
-    "packed": lambda: packed({"causal": True}),
+    "packed": lambda: replace(packed({"causal": True}), backend="auto"),
     "packed, with seqused_k": lambda: packed({"seqused_k": torch.tensor([3, 2, 0, 1], dtype=torch.int32)}),
     "packed with everything": packed_everything,
     "paged": lambda: paged({"causal": True}, sinks=randn(HQ)),

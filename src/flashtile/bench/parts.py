@@ -51,7 +51,7 @@ def parts(case: Case) -> list[Part]:
     last_head = case.arguments["k"].shape[1] - 1
     longest = max(range(len(sizes)), key=lambda n: sizes[n][0])
     return [
-        part_ending_at(sizes, len(sizes) - 1, last_head, sizes[-1][0], sizes[-1][1], group),
+        part_ending_at(len(sizes) - 1, last_head, sizes[-1][0], sizes[-1][1], group),
         middle_part(case, sizes, longest, group),
     ]
 
@@ -66,12 +66,12 @@ def middle_part(case: Case, sizes: list[tuple[int, int]], sequence: int, group: 
     left, right = effective_window(case)
     middle = max(seqlen_q // 2, 1)
     if right == 0 and middle + seqlen_k - seqlen_q > 0:
-        return part_ending_at(sizes, sequence, 0, middle, middle + seqlen_k - seqlen_q, group)
+        return part_ending_at(sequence, 0, middle, middle + seqlen_k - seqlen_q, group)
     positional = (left, right) != (-1, -1) or case.arguments.get("alibi_slopes") is not None
-    return part_ending_at(sizes, sequence, 0, seqlen_q if positional else middle, seqlen_k, group)
+    return part_ending_at(sequence, 0, seqlen_q if positional else middle, seqlen_k, group)
 
 
-def part_ending_at(sizes: list[tuple[int, int]], sequence: int, head: int, last: int, keys: int, group: int) -> Part:
+def part_ending_at(sequence: int, head: int, last: int, keys: int, group: int) -> Part:
     rows = max(1, min(MOST_ROWS, last, SOLVED_PAIRS // max(keys * group, 1)))
     return Part(sequence, head, last - rows, last, keys)
 

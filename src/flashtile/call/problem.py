@@ -156,12 +156,6 @@ class Problem:
         return self.fine or Counts(self.batch, self.seqlen_q, self.seqlen_k)
 
     @property
-    def counted(self) -> "Problem":
-        """The problem with these numbers."""
-        batch, rows, keys = self.counts
-        return replace(self, batch=batch, seqlen_q=rows, seqlen_k=keys)
-
-    @property
     def untraced(self) -> str | None:
         """Why no kernel can be made of the call's functions; `None` if it can."""
         for name, formula in (("score_mod", self.score_mod), ("mask function", self.mask_mod)):

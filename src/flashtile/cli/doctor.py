@@ -19,7 +19,7 @@ from ..backend.gpu.archive import KERNELS_VARIABLE, archive_for
 from ..backend.gpu.installed import triton_version
 from ..backend.gpu.origin import archive_in_words
 from ..call.device import describe_device
-from ..dispatch.planner import backends
+from ..dispatch.status import backends
 from .env import gpu_driver
 from .finding import BROKEN, OK, WARNING, Finding
 from .options import json_option, option, print_json

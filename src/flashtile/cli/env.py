@@ -19,7 +19,8 @@ from ..backend.gpu.origin import archive_in_words
 from ..backend.user_files import CACHE_VARIABLE
 from ..call.device import describe_device
 from ..dispatch.observed import LOG_VARIABLE
-from ..dispatch.planner import BACKEND_VARIABLE, backends
+from ..dispatch.planner import BACKEND_VARIABLE
+from ..dispatch.status import backends
 from .options import json_option, print_json
 
 PACKAGES = ("numpy", "triton", "llvmlite", "numba", "matplotlib", "flash_attn")

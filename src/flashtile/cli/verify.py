@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..bench.captured import Source, captured
-from ..dispatch.planner import backends as all_backends
+from ..dispatch.status import backends as all_backends
 from ..errors import BackendError
 from ..progress import progress
 from ..text_table import TextTable

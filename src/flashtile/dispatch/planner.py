@@ -4,7 +4,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -28,42 +28,6 @@ SUPPORT: dict[str, Any] = {
 }  # fmt: skip
 AUTO = ("hopper", "triton", "cpu", "tiled")
 BACKEND_VARIABLE = "FLASHTILE_BACKEND"
-
-
-class BackendStatus(NamedTuple):
-    """One backend on this machine.
-
-    Attributes:
-        name: what `backend=` takes.
-        usable: whether it can run here.
-        reason: why it cannot, or `None`.
-        summary: one line about it.
-    """
-
-    name: str
-    usable: bool
-    reason: str | None
-    summary: str
-
-
-def backends() -> tuple[BackendStatus, ...]:
-    """Every backend, as a rule the fastest first: whether it is usable on this machine, and why not.
-
-    A usable backend may still decline a call; `flashtile.explain` says so for the call at hand.
-
-    Example:
-        >>> [status.name for status in flashtile.backends()]
-        ['hopper', 'triton', 'cpu', 'tiled', 'reference']
-
-    Returns:
-        One `BackendStatus` for each.
-    """
-    return tuple(
-        BackendStatus(
-            name, (reason := support.unusable() or optional(support, "misconfigured")) is None, reason, support.SUMMARY
-        )
-        for name, support in SUPPORT.items()
-    )
 
 
 def forget_plans() -> None:
@@ -125,14 +89,6 @@ def is_declined(call: Call) -> bool:
     except BackendError:
         return True
     return False
-
-
-def rounds_to_eight_bits(backend: str) -> bool:
-    """Whether a backend, or one that `auto` may take, rounds P to 8 bits under queries of 8 bits: it says so by a
-    constant, and docs/contract.md has a wider bound of its results.
-    """
-    names = AUTO if backend == "auto" else (backend,)
-    return any(getattr(SUPPORT[name], "ROUNDS_TO_EIGHT_BITS", False) for name in names)
 
 
 def derivative(needs: Needs | None) -> str:

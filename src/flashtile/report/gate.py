@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..bench.captured import Source, captured
 from ..bench.results import three_digits
-from ..dispatch.planner import backends
+from ..dispatch.status import backends
 from ..verification.examine import Outcome, Problems, Report, Tally, examine
 from .section import Section, Table
 from .settings import Settings

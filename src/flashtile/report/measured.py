@@ -7,7 +7,7 @@ from ..bench.results import OK, Row
 from ..bench.rounds import Band
 from ..bench.run import Bench
 from ..bench.sweep import Sweep
-from ..dispatch.planner import backends
+from ..dispatch.status import backends
 from .cells import Kind
 from .section import Series
 from .settings import Settings

@@ -10,7 +10,7 @@ from .. import attention, explain
 from ..api.explain import Explanation
 from ..bench.clocks import clock_of
 from ..bench.results import three_digits
-from ..dispatch.planner import backends
+from ..dispatch.status import backends
 from .section import Section, Table
 from .settings import Settings
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import flashtile
 
-from ..dispatch.planner import rounds_to_eight_bits
+from ..dispatch.status import rounds_to_eight_bits
 from ..errors import AttentionError, BackendError
 from ..testing.case import CACHES, Case, MaskFunction
 from ..testing.generate import random_case

@@ -21,7 +21,7 @@ from ..as_arch import install_inherited
 from ..backend.hopper.support import ARCHITECTURE as HOPPER
 from ..bench.captured import Source
 from ..call.device import describe_device
-from ..dispatch.planner import rounds_to_eight_bits
+from ..dispatch.status import rounds_to_eight_bits
 from ..errors import BackendError
 from ..testing.case import Case
 from ..testing.generate import random_case

@@ -1,5 +1,6 @@
 """Machine code of the CPU backend: object files, other processors, the length of functions, and refused vectors."""
 
+import functools
 import importlib
 import itertools
 import os
@@ -35,10 +36,16 @@ def test_the_argument_block_has_no_other_fields(monkeypatch: pytest.MonkeyPatch)
 VARIANT = arguments.Variant("float32", 1)
 
 
+compile_object = functools.cache(jit.compile_object)  # tests that ask for the same code compile it once
+
+
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(jit, "_PARTS", {})
+    machine = jit.machine_for(targets.host())
+    monkeypatch.setattr(jit, "compile_object", lambda text, _: compile_object(text, machine))
+    monkeypatch.setattr(jit, "machine_for", lambda _: machine)
     return tmp_path / "cpu"
 
 

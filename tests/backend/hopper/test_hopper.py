@@ -49,7 +49,7 @@ def problem(**changes: object) -> Problem:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"dtype": torch.float64}, "bfloat16, float16 and float32"),
+        ({"dtype": torch.float64}, "bfloat16, float16, float32 and float8_e4m3fn"),
         ({"dtype": torch.float32, "head_dim": 32, "head_dim_v": 32}, "above 32"),
         ({"dtype": torch.float32, "head_dim": 128, "softcap": True}, "features but windows"),
         ({"layout": "paged", "pages": Pages(20, True, True)}, "multiples of 8"),

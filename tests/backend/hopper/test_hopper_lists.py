@@ -51,12 +51,12 @@ class Problem(NamedTuple):
 
 BY_HEAD = MaskFunction(far_by_head, (torch.tensor([0, 140, 220, 0]),))
 PROBLEMS = {
-    "documents 64": Problem(MaskFunction(documents, (IDS,)), 64, 513, 513),
+    "documents 64": Problem(MaskFunction(documents, (IDS,)), 64, 385, 385),
     "documents 128": Problem(MaskFunction(documents, (IDS,)), 128, 330, 400),
     "earlier 96": Problem(MaskFunction(earlier, (torch.tensor(0),)), 96, 300, 333),
-    "heads of groups 64": Problem(BY_HEAD, 64, 385, 401, (4, 2), batch=2),
+    "heads of groups 64": Problem(BY_HEAD, 64, 385, 401, (4, 2)),
     "heads of groups 128": Problem(BY_HEAD, 128, 270, 401, (4, 2), deterministic=True),
-    "dilated, decay 64": Problem(MaskFunction(dilated), 64, 513, 300, score_mod=decay, batch=2),
+    "dilated, decay 64": Problem(MaskFunction(dilated), 64, 257, 300, score_mod=decay, batch=2),
     "documents, causal 64": Problem(MaskFunction(documents, (IDS,)), 64, 513, 401, window=(None, 0)),
     "heads, window 128": Problem(BY_HEAD, 128, 300, 401, (4, 2), deterministic=True, window=(150, 90)),
 }

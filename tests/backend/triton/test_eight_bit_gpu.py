@@ -7,7 +7,7 @@ import torch
 from cached import same_bits
 
 import flashtile
-from flashtile.dispatch.planner import rounds_to_eight_bits
+from flashtile.dispatch.status import rounds_to_eight_bits
 from flashtile.testing.case import CACHES, Case
 from flashtile.testing.eight_bit import FORMATS, KINDS_OF_Q, OUT_DTYPES, takes_queries, with_eight_bits, with_queries
 from flashtile.testing.generate import random_case

@@ -11,7 +11,7 @@ from calls import dense_call
 
 from flashtile.backend.gpu.chips import SHARED_MEMORY
 from flashtile.backend.triton import support
-from flashtile.backend.triton.plan import candidates, tables
+from flashtile.backend.triton.plan import candidates, few_rows, tables
 from flashtile.backend.triton.plan.cost import fits
 from flashtile.backend.triton.tile_config import KernelConfig, TileConfig
 from flashtile.call.call import Features, Needs
@@ -127,8 +127,8 @@ def test_one_warp_has_no_pages() -> None:
         x.forward
         for x in tiles(problem(seqlen_q=4, head_dim=64, head_dim_v=64, layout="paged", pages=Pages(16, True, True)))
     }
-    assert tables.ONE_WARP in fine
-    assert tables.ONE_WARP not in paged
+    assert few_rows.ONE_WARP in fine
+    assert few_rows.ONE_WARP not in paged
 
 
 @pytest.mark.parametrize(

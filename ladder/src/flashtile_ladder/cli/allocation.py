@@ -19,7 +19,7 @@ def live_and_peak_bytes(run: Callable[[], Any], device: torch.device | None = No
     # `torch.profiler.profile`, which wraps this one, imports TorchInductor first: 3 s.
     with without_messages(), torch.autograd.profiler.profile(profile_memory=True, use_kineto=True) as profiler:
         kept = run()  # noqa: F841  alive until the profiler has stopped
-    results: Any = profiler.kineto_results
+    results: Any = profiler.kineto_results  # type: ignore[union-attr]
     events = [event for event in results.events() if event.name() == "[memory]"]
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return sum(sizes), max(itertools.accumulate(sizes), default=0)

@@ -75,21 +75,16 @@ def streamed_bytes(n: int, rows: int, d: int) -> int:
     return math.ceil(n / rows) * 2 * n * d * 2
 
 
-TILES = tuple(
-    Tile(*sizes)  # the last three: d, stages, whether K and V share
-    for sizes in (
-        *((64, 64, 64), (128, 128, 64), (64, 64, 128), (64, 64, 64, 2), (64, 64, 64, 1, False)),
-        *((64, 64, 256), (64, 32, 256), (128, 16, 256), (128, 32, 256)),
-    )
-)
+TILES = (
+    Tile(64, 64, 64), Tile(128, 128, 64), Tile(64, 64, 128), Tile(64, 64, 64, stages=2), Tile(64, 64, 64, shared=False),
+    Tile(64, 64, 256), Tile(64, 32, 256), Tile(128, 16, 256), Tile(128, 32, 256),
+)  # fmt: skip
 PUBLISHED_KB = {TILES[0]: 18, TILES[1]: 36, TILES[2]: 36, TILES[5]: 66, TILES[6]: 50, TILES[7]: 82}
-MEASURED = tuple(  # by the table `shared`
-    Tile(*sizes)
-    for sizes in (
-        *((64, 64, 64), (64, 64, 64, 2), (128, 64, 64, 2), (64, 64, 128), (64, 64, 128, 2), (128, 64, 128, 2)),
-        *((64, 64, 256), (64, 32, 256), (128, 32, 256), (64, 32, 256, 2), (128, 32, 256, 2)),
-    )
-)
+MEASURED = (  # by the table `shared`; the fourth number is that of stages
+    Tile(64, 64, 64), Tile(64, 64, 64, 2), Tile(128, 64, 64, 2), Tile(64, 64, 128), Tile(64, 64, 128, 2),
+    Tile(128, 64, 128, 2), Tile(64, 64, 256), Tile(64, 32, 256), Tile(128, 32, 256), Tile(64, 32, 256, 2),
+    Tile(128, 32, 256, 2),
+)  # fmt: skip
 
 
 def main() -> None:

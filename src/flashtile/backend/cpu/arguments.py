@@ -93,7 +93,7 @@ def with_derivative(variant: Variant, call: Call, needs: Needs) -> Variant:
     each load with a gradient the partial derivative by the element, and its indices. Behind the captured tensors are
     the gradients that are requested.
     """
-    formula, wanted = variant.formula, wanted_gradients(call, needs)
+    formula, wanted = variant.formula, wanted_gradients(needs)
     if formula is None:
         return variant
     partials = formula.partials([n in wanted for n in range(len(formula.tensors))])
@@ -121,7 +121,7 @@ def with_tangents(variant: Variant, call: Call, tangents: Tangents) -> Variant:
     )
 
 
-def wanted_gradients(call: Call, needs: Needs) -> list[int]:
+def wanted_gradients(needs: Needs) -> list[int]:
     """The numbers of the score_mod's tensors whose gradients are requested."""
     return [n for n, needed in enumerate(needs.score_mod_tensors) if needed]
 

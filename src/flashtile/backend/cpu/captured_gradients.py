@@ -56,7 +56,7 @@ def captured_gradients(
     call: Call, variant: Variant, needs: Needs, sizes: tuple[int, int], split: TaskSplit
 ) -> CapturedGradients:
     """The gradients for a backward pass with these tasks. `sizes` are the numbers of sequences and key heads."""
-    tensors, wanted = call.tensors.score_mod_tensors, wanted_gradients(call, needs)
+    tensors, wanted = call.tensors.score_mod_tensors, wanted_gradients(needs)
     found: list[CapturedGradient | None] = [None] * len(tensors)
     joined = (split.share_b, split.share_h, False)
     num_bytes = 0

@@ -23,13 +23,18 @@ class Counts(defaultdict[str, float]):
     def __init__(self, **first: float):
         super().__init__(float, {name.replace("_", " "): n for name, n in first.items()})
 
+    def times(self, factor: float) -> "Counts":
+        found = Counts()
+        found.update({name: factor * n for name, n in self.items()})
+        return found
+
 
 class Cost(NamedTuple):
     """What a pass does: `counts` of what has a rate, by its name, beside which cores wait for what has `limits`, such
     as bytes of memory.
     """
 
-    counts: Mapping[str, float]
+    counts: Counts
     limits: Mapping[str, float]
 
     def time(self, rates: Mapping[str, float]) -> float:

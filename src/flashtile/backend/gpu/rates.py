@@ -8,25 +8,19 @@ from statistics import median
 from typing import Any
 
 from ...call.device import Device
+from ...call.problem import FEW_ROWS
 from ..rate_files import rate_files
 from .chips import unlike
 
 KERNEL = re.compile(r"(?P<kernel>.+?) (?P<d>\d+)(/(?P<dv>\d+))? (?P<m>\d+)x(?P<n>\d+)(x\d+x\d+)?(?P<variant> .+)?")
 PARTS = ("tile", "step", "edge")
-# Kinds of kernels none of which was measured: a kind that multiplies alike, and how many times its products they have.
-LIKE = {
-    "hopper latent": ("hopper forward", 1),
-    "hopper tangents": ("hopper forward", 5 / 2),
-    "triton tangents": ("triton forward", 6 / 2),
-}
-FEW_ROWS = 16
 ESTIMATED = {"tile": 1.5, "step": 1.0, "edge": 0.3}  # times of a kernel without rates, in steps
 
 
 class Rates(dict[str, float]):
     """Microseconds of a chip by name: of a kernel's tile, step and step at an edge, of a launch, of a byte, ...
 
-    A kernel that was not measured takes as long for its products as others of its kind do, or of one that is like it.
+    A kernel that was not measured takes as long for its products as others of its kind do, or of any kind.
     """
 
     def __init__(self, measured: Mapping[str, float], about: str):
@@ -44,16 +38,9 @@ class Rates(dict[str, float]):
         found = KERNEL.fullmatch(kernel) if part in PARTS else None
         if found is None:
             return 0.0
-        self[name] = ESTIMATED[part] * products(found) * self.time_of_product(found["kernel"])
+        of_any = median(self.by_product.values()) if self.by_product else 1e-6
+        self[name] = ESTIMATED[part] * products(found) * self.by_product.get(found["kernel"], of_any)
         return self[name]
-
-    def time_of_product(self, kind: str) -> float:
-        if kind in self.by_product:
-            return self.by_product[kind]
-        if kind in LIKE:
-            other, times = LIKE[kind]
-            return times * self.time_of_product(other)
-        return median(self.by_product.values()) if self.by_product else 1e-6
 
 
 def products(kernel: re.Match[str]) -> int:

@@ -57,13 +57,12 @@ def staged_source(
     partial: bool,
     wide: bool,
     contiguous: Sequence[bool],
-    language: str,
 ) -> Staged:
     """Device functions of a score_mod; `pairs` returns the new score, with `partial`, also its derivative by
     the score. `mask` is a mask function among the same tensors. `wide`: offsets into captured tensors have 64 bits.
     `contiguous`: which captured tensors have contiguous last dimensions.
     """
-    writer = StagedWriter(formula.tensors, language, wide, contiguous)
+    writer = StagedWriter(formula.tensors, "gl", wide, contiguous)
     results = {"pairs": writer.results(formula, mask, partial)}
     reach = max((x for x in (reach_of(formula), mask and reach_of(mask)) if x), default=None)
     if reach is not None:

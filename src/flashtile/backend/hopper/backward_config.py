@@ -33,9 +33,9 @@ class FusedBackwardConfig(Constexpr):
     head_dim: HeadDim  # q's, k's and v's
     block_m: int
     stages: int
-    consumer_registers: int
-    producer_registers: int
-    early_half_exps: bool  # compute half of a block's exponentials one product earlier
+    consumer_registers: int = 240
+    producer_registers: int = 24
+    early_half_exps: bool = False  # compute half of a block's exponentials one product earlier
     late_dq: LateDq | None = None
     lpt: bool = False  # longest processing time first (`kernels.backward.tile_scheduler`)
     in_order: bool = False  # accumulate dq in a fixed order (`kernels.backward.dq_writer`)

@@ -186,15 +186,13 @@ class ForwardConfig(Constexpr):
 
 @dataclass(frozen=True)
 class EightBitForward(ForwardConfig):
-    """The forward kernel in 8 bits. Results have chunks of `value_columns`; the softmax overlaps with `early` chunks,
-    which are one block behind the scores.
-    """
+    """The forward kernel in 8 bits. Results have chunks of `value_columns`."""
 
-    consumer_registers: int = 224
-    transpose_registers: int = 40
+    transpose_warps: int = 2
+    transpose_registers: int = 32  # a warpgroup's, with the producer's
+    transposed_words: int = 16  # two features each, that a warp reads at a time
     speculative_exps: int = 0
     value_columns: int = 64
-    early: int = 1
     v_stages: int = 3  # stages of values as they lie in memory
     transposed_stages: int = 2
     kind: Literal["eight_bit"] = "eight_bit"  # type: ignore[assignment]

@@ -7,11 +7,7 @@ are rows of one product, and keys are not repeated.
 import functools
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from ...call.call import Call
-from ...call.problem import Problem
 from ...call.window import UNLIMITED, Window, key_range
 
 UNIT = 16  # unit of strides and of the first key, in elements
@@ -140,71 +136,12 @@ def chunk_of(n: int) -> int:
 
 def sizes_of(call: Call, *, parts: bool) -> Sizes:
     (batch, heads_q, seqlen, _), (_, heads, keys, _), s = call.tensors.q.shape, call.tensors.k.shape, call.settings
-    return new_sizes(batch, (heads_q, heads), (seqlen, keys), s.window, (s.i0, s.j0, s.diagonal), parts=parts)
+    sizes = new_sizes(batch, (heads_q, heads), (seqlen, keys), s.window, parts=parts)
+    return sizes._replace(first=s.i0, first_key=s.j0, diagonal=sizes.diagonal + s.diagonal)
 
 
-def sizes_of_problem(problem: Problem, *, parts: bool) -> Sizes:
-    p = problem
-    return new_sizes(
-        p.batch, (p.num_heads_q, p.num_heads_kv), (p.seqlen_q, p.seqlen_k), p.window, (0, 0, 0), parts=parts
-    )
-
-
-def new_sizes(
-    batch: int, heads: tuple[int, int], lengths: tuple[int, int], window: Window, part: tuple[int, int, int], *,
-    parts: bool,
-) -> Sizes:  # fmt: skip
-    """The sizes of queries and keys; `part` is where they lie in a larger call. With `parts` of numbers, sums add whole
-    chunks of rows and keys.
-    """
-    group, (seqlen, keys), (first, first_key, diagonal) = heads[0] // heads[1], lengths, part
-    return Sizes(
-        heads=batch * heads[1],
-        group=group,
-        seqlen=seqlen,
-        keys=keys,
-        window=window,
-        first=first,
-        first_key=first_key,
-        diagonal=keys - seqlen + diagonal,
-        positions=max((CHUNK if parts else ROWS) // group, 1),
-        keys_at_once=chunk_of(keys) if parts else UNIT,
-    )
-
-
-def new_scores(like: Tensor, blocks: tuple[Block, ...]) -> Tensor:
-    most = max(block.num_heads * block.num_rows * block.pitch for block in blocks)
-    return like.new_empty(most, dtype=torch.float32)
-
-
-# The parts of operands below are one operation each, since the host has many of them to make.
-
-
-def scores_of(block: Block, s: Tensor) -> Tensor:
-    """The scores of a block, `[heads, rows, keys]`."""
-    pitch, rows = block.pitch, block.num_rows
-    return s.as_strided((block.num_heads, rows, block.num_keys), (rows * pitch, pitch, 1))
-
-
-def rows_of(block: Block, x: Tensor) -> Tensor:
-    """The rows of a block, of `[heads, rows, D]`, contiguous."""
-    return part(x, block.head, block.num_heads, block.row, block.num_rows)
-
-
-def keys_of(block: Block, x: Tensor) -> Tensor:
-    """The keys or values of a block, of `[heads, keys, D]`, contiguous."""
-    return part(x, block.head, block.num_heads, block.key, block.num_keys)
-
-
-def part(x: Tensor, head: int, num_heads: int, row: int, num_rows: int) -> Tensor:
-    _, rows, width = x.shape
-    offset = x.storage_offset() + (head * rows + row) * width
-    return x.as_strided((num_heads, num_rows, width), (rows * width, width, 1), offset)
-
-
-def sums_of(block: Block, whole: bool, sums: Tensor) -> Tensor:
-    """The sums of a block's rows: a part of the `whole`, `[heads, rows, D]`, or the beginning of memory `[rows, D]`."""
-    if whole:
-        return rows_of(block, sums)
-    rows, width = block.num_rows, sums.shape[-1]
-    return sums.as_strided((block.num_heads, rows, width), (rows * width, width, 1))
+def new_sizes(batch: int, heads: tuple[int, int], lengths: tuple[int, int], window: Window, *, parts: bool) -> Sizes:
+    """The sizes of queries and keys. With `parts` of numbers, sums add whole chunks of rows and keys."""
+    group, (seqlen, keys) = heads[0] // heads[1], lengths
+    positions, keys_at_once = max((CHUNK if parts else ROWS) // group, 1), chunk_of(keys) if parts else UNIT
+    return Sizes(batch * heads[1], group, seqlen, keys, window, 0, 0, keys - seqlen, positions, keys_at_once)

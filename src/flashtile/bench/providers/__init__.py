@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...dispatch.planner import backends
+from ...dispatch.status import backends
 from .ffpa import BACKENDS as FFPA_BACKENDS
 from .ffpa import Ffpa
 from .flash_attn_2 import FlashAttention2

@@ -8,7 +8,8 @@ from torch import Tensor
 from ... import __version__, attention, attention_varlen, attention_with_kvcache
 from ...api.explain import backward_plan, described_call, needs_of, tiles_in_words
 from ...call.problem import Problem
-from ...dispatch.planner import backends, plan
+from ...dispatch.planner import plan
+from ...dispatch.status import backends
 from ...errors import BackendError
 from ...testing.case import Case
 from .provider import Declined, Prepared, Provider, from_autograd

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,8 @@ from ...gpu.pointers import Described
 from ...gpu.replay import Recorder
 from ..backward_config import FusedBackwardConfig
 from ..plan.listed import has_pair_bits
-from ..plan.tables import BACKWARD_BIAS_STAGES, FORWARD, FORWARD_BIAS_STAGES
-from ..plan.widths import ONE_BOX
+from ..plan.tables import FORWARD
+from ..plan.widths import FUSED, ONE_BOX
 from ..tile_config import MMA_M, ForwardConfig
 from . import KERNELS
 from .descriptors import dense_descriptor
@@ -28,13 +28,33 @@ COPIED_ROWS, COPIED_WORDS = 16, 128  # a program's part
 UNITS = {1: torch.int16, 2: torch.int32, 4: torch.int64}  # words by their elements
 
 
+class BiasStages(NamedTuple):
+    """Stages of the forward kernel for tiles of a bias, and what they leave for keys and values and for queries."""
+
+    bias: int
+    keys: int
+    queries: int
+
+
+# By warpgroups and width, where shared memory has room for tiles of 16-bit biases.
+STAGES = {
+    (1, 32): BiasStages(2, 3, 2),
+    (1, 64): BiasStages(2, 2, 1),
+    (2, 32): BiasStages(2, 4, 2),
+    (2, 64): BiasStages(2, 3, 2),
+    (2, 80): BiasStages(1, 2, 1),
+    (2, 96): BiasStages(1, 2, 1),
+    (2, 128): BiasStages(1, 2, 1),
+}
+
+
 def with_aligned_rows(
     recorder: Recorder, call: Call, config: ForwardConfig | FusedBackwardConfig, least_share: int
 ) -> Call:
     """The call with a bias that TMA can load, copied where its rows are not aligned and `least_share` pairs share each
     of its elements. The call's tensors are the recorder's.
     """
-    t, bias, has_tiles = call.tensors, call.tensors.bias, config.head_dim.width in BACKWARD_BIAS_STAGES
+    t, bias, has_tiles = call.tensors, call.tensors.bias, config.head_dim.width <= FUSED[-1][0]
     if bias is None or not has_tiles or call.layout != "dense" or has_aligned_rows(bias) or not takes_tiles(call):
         return call
     if t.q.shape[0] * t.q.shape[1] < least_share * bias.shape[0] * bias.shape[1]:
@@ -80,7 +100,7 @@ def forward_tiles(call: Call, config: ForwardConfig) -> tuple[ForwardConfig, dic
     taken from stages of keys and values.
     """
     config, bias = with_room(call, config), call.tensors.bias
-    stages = FORWARD_BIAS_STAGES.get((config.num_warpgroups, config.head_dim.width))
+    stages = STAGES.get((config.num_warpgroups, config.head_dim.width))
     if stages is None or bias is None or not fits(call):
         return config, {"bias_desc": None}
     config = replace(config, bias_stages=stages.bias, stages=stages.keys, q_stages=stages.queries)
@@ -112,11 +132,11 @@ def num_tiles(call: Call) -> int:
 
 def backward_tiles(call: Call, config: FusedBackwardConfig) -> tuple[FusedBackwardConfig, dict[str, Any]]:
     """As `forward_tiles`, for a block of rows and a warpgroup's keys."""
-    stages, bias = BACKWARD_BIAS_STAGES.get(config.head_dim.width, 0), call.tensors.bias
-    if stages == 0 or bias is None or not fits(call):
+    bias = call.tensors.bias
+    if bias is None or not fits(call):
         return config, {"bias_desc": None}
     box = config.block_m, MMA_M
-    return replace(config, bias_stages=stages), {"bias_desc": Described(bias, dense_descriptor, box)}
+    return replace(config, bias_stages=1), {"bias_desc": Described(bias, dense_descriptor, box)}
 
 
 def fits(call: Call) -> bool:

@@ -72,7 +72,7 @@ def score_mod_functions(
     """The device functions of formulas. For the parameters see `backend.gpu.staged`."""
     from ..kernels.shared import functions  # imports Triton
 
-    staged = staged_source(formula, mask, partial=partial, wide=wide, contiguous=contiguous, language="gl")
+    staged = staged_source(formula, mask, partial=partial, wide=wide, contiguous=contiguous)
     texts, inputs = staged.texts, staged.derivative_inputs
     source = "".join(texts.values())
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]

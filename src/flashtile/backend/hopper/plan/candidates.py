@@ -16,7 +16,7 @@ from ....expression import Formula
 from ....expression.scaling import is_head_factor
 from ...gpu.archive import compiler_version
 from ...gpu.waves import splits_that_fill
-from ..backward_config import DkdvConfig, DqConfig, FusedBackwardConfig, SplitBackwardConfig
+from ..backward_config import DkdvConfig, FusedBackwardConfig, SplitBackwardConfig
 from ..tile_config import Float32Forward, ForwardConfig, LatentForward, TangentsConfig
 from .listed import expects_lists, is_padded
 from .tables import EIGHT_BIT, FLOAT32, FORWARD, FUSED_BACKWARD, LATENT, SPLIT_BACKWARD, TANGENTS
@@ -36,7 +36,7 @@ def forward(problem: Problem, device: Device) -> Iterator[tuple[ForwardConfig | 
     """Configurations, and numbers of programs that share the keys of a tile."""
     if problem.dtype is QUERIES:
         for of_bytes in EIGHT_BIT[eight_bit_width(problem) or 0]:  # `support` declines others
-            yield from ((replace(of_bytes, heads_at_once=n), 1) for n in forward_orders(problem, of_bytes))
+            yield from ((replace(of_bytes, heads_at_once=n), 1) for n in forward_orders(problem))
         return
     if is_latent(problem):
         yield from latent(problem, device)
@@ -45,7 +45,7 @@ def forward(problem: Problem, device: Device) -> Iterator[tuple[ForwardConfig | 
     assert width is not None  # `support` declines others
     if problem.dtype is torch.float32:
         config = FLOAT32[width[0]].forward
-        yield from ((replace(config, heads_at_once=heads), 1) for heads in forward_orders(problem, config))
+        yield from ((replace(config, heads_at_once=heads), 1) for heads in forward_orders(problem))
         return
     warpgroups, configs = warpgroups_with_room(problem, device, width), FORWARD[width]
     if problem.batch_invariant:  # blocks of one size, in order: neither the rows of a tile nor its turn change a bit
@@ -54,7 +54,7 @@ def forward(problem: Problem, device: Device) -> Iterator[tuple[ForwardConfig | 
         if config.num_warpgroups not in warpgroups:
             continue
         config = with_pages(config, problem)
-        for heads in forward_orders(problem, config):
+        for heads in forward_orders(problem):
             yield from divided(replace(config, heads_at_once=heads), problem, device)
 
 
@@ -95,7 +95,7 @@ def is_divisible(problem: Problem) -> bool:
     return p.layout == "dense" and p.window.unlimited and is_plain(p) and p.num_heads_q == p.num_heads_kv
 
 
-def forward_orders(problem: Problem, config: ForwardConfig | Float32Forward | DqConfig | TangentsConfig) -> list[int]:
+def forward_orders(problem: Problem) -> list[int]:
     """Numbers of key heads whose tiles take turns, as many as share the L2 cache. Only tiles that see different keys
     have an order.
     """
@@ -157,7 +157,7 @@ def tangents(problem: Problem) -> Iterator[TangentsConfig]:
     width = widths(problem)
     assert width is not None  # `support` declines others
     for config in TANGENTS[width]:
-        for heads in forward_orders(problem, config):
+        for heads in forward_orders(problem):
             yield replace(config, heads_at_once=heads)
 
 
@@ -169,7 +169,7 @@ def backward(problem: Problem, device: Device) -> Iterator[FusedBackwardConfig |
         plain = is_plain(problem) and not has_newer_compiler(device)
         pairs = (FLOAT32[width[0]].backward,) if float32 else SPLIT_BACKWARD[width]
         for pair in pairs[: None if plain else 1]:
-            dq = replace(pair.dq, heads_at_once=forward_orders(problem, pair.dq)[0])
+            dq = replace(pair.dq, heads_at_once=forward_orders(problem)[0])
             for dkdv in shared_heads(pair.dkdv, problem, device):
                 shared = {"head_splits": dkdv.head_splits, "heads_at_once": dkdv.heads_at_once}
                 yield SplitBackwardConfig(dq, dkdv, pair.dv and replace(pair.dv, **shared))

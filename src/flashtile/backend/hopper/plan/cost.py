@@ -12,8 +12,6 @@ from ..tile_config import MMA_M, Float32Forward, ForwardConfig, LatentForward, T
 from .listed import expects_lists
 
 RowsConfig = ForwardConfig | Float32Forward | LatentForward | DqConfig | TangentsConfig
-SECTOR, LINE = 32, 128  # bytes of the L2 cache
-MOST_TANGENT_PRODUCTS = 5
 IDLE = 0.5  # part of a step, besides the share of warpgroups that have rows
 
 
@@ -78,12 +76,12 @@ def tangents(problem: Problem, device: Device, forward: Cost, config: TangentsCo
     a tensor that stands still has none.
     """
     p, (batch, rows, keys) = problem, problem.counts
-    group, products = p.num_heads_q // p.num_heads_kv, 1 + moves.q + moves.k + moves.changes_scores + moves.v
+    group, part = p.num_heads_q // p.num_heads_kv, (1 + moves.q + moves.k + moves.changes_scores + moves.v) / 5
     head = waves.row_tiles(p.window, rows, keys, config.block_m, config.block_n)
     work = busiest(head, batch * p.num_heads_q, device.cores, at_once=config.heads_at_once * group)
     second, counts = Counts(), Counts(launch=1)
     add(second, "tangents", config, work, p)
-    for part in (forward.counts, {name: n * products / MOST_TANGENT_PRODUCTS for name, n in second.items()}):
+    for part in (forward.counts, {name: n * part for name, n in second.items()}):
         for name, n in part.items():
             counts[name] += n
     counts["sum byte"] += 8 * batch * p.num_heads_q * rows * p.head_dim_v  # `out` in float32, there and back
@@ -95,9 +93,9 @@ def row_requests(size: int) -> float:
     """Requests of TMA for a row of `size` bytes, where heads or rows lie side by side: more if some begin in the middle
     of a sector of 32 bytes, and if they begin in the middle of a line of 128 bytes.
     """
-    if size % SECTOR:
-        return 2.2 * (size // LINE) + 3.3
-    return 1.25 * -(-size // LINE) if size % LINE else 0.5 * size / LINE
+    if size % 32:
+        return 2.2 * (size // 128) + 3.3
+    return 1.25 * -(-size // 128) if size % 128 else 0.5 * size / 128
 
 
 def add(
@@ -136,9 +134,8 @@ def fused(problem: Problem, device: Device, config: FusedBackwardConfig) -> Cost
     head = waves.key_tiles(p.window, rows, keys, config.block_m, config.block_n)
     one_tile = head.count == 1 and head.sample[0].steps * config.block_m >= rows
     row_numbers, key_numbers = (
-        batch * n * width for n, width in
-        ((p.num_heads_q * rows, config.head_dim.width), (p.num_heads_kv * keys, config.head_dim.width))
-    )  # fmt: skip
+        batch * n * config.head_dim.width for n in (p.num_heads_q * rows, p.num_heads_kv * keys)
+    )
     counts = Counts(launch_backward=1, sum_byte=4 * row_numbers)
     if not one_tile:
         counts["launch"] += 1
@@ -146,8 +143,8 @@ def fused(problem: Problem, device: Device, config: FusedBackwardConfig) -> Cost
     head = shared(of_group(shown(head, p) if expects_lists(p) else head, group), config.row_splits)
     if config.splits > 1 or config.row_chunks > 1:
         counts["launch sums"] += 1
-        parts = config.splits
-        counts["sum byte"] += 2 * key_numbers * ((4 + 4 * parts + 6) if config.adds_dkdv else (8 * parts + 2))
+        of_parts = 4 * config.splits + 10 if config.adds_dkdv else 8 * config.splits + 2
+        counts["sum byte"] += 2 * key_numbers * of_parts
     counts["launch"] += config.row_chunks - 1
     heads = batch * p.num_heads_kv * config.head_splits
     work = busiest(head, heads, device.cores, at_once=config.heads_at_once)
@@ -175,19 +172,14 @@ def split(problem: Problem, device: Device, config: SplitBackwardConfig) -> Cost
     if kind:
         counts["launch split"] += 1
     head = waves.row_tiles(p.window, rows, keys, dq.block_m, dq.block_n)
-    add(
-        counts, f"{kind}dq", dq, busiest(head, batch * p.num_heads_q, device.cores, at_once=dq.heads_at_once * group), p
-    )
-    head = waves.key_tiles(p.window, rows, keys, dkdv.block_m, dkdv.block_n)
-    own = group // dkdv.head_splits
-    head = of_group(head, own)
+    work = busiest(head, batch * p.num_heads_q, device.cores, at_once=dq.heads_at_once * group)
+    add(counts, f"{kind}dq", dq, work, p)
     heads = batch * p.num_heads_kv * dkdv.head_splits
-    name = "dk" if dkdv.result == "dk" else "dkdv"
-    add(counts, f"{kind}{name}", dkdv, busiest(head, heads, device.cores, at_once=dkdv.heads_at_once), p)
-    if (dv := config.dv) is not None:
-        counts["launch"] += 1
-        head = of_group(waves.key_tiles(p.window, rows, keys, dv.block_m, dv.block_n), own)
-        add(counts, "dv", dv, busiest(head, heads, device.cores, at_once=dv.heads_at_once), p)
+    for x in (dkdv, *((config.dv,) if config.dv else ())):
+        head = of_group(waves.key_tiles(p.window, rows, keys, x.block_m, x.block_n), group // dkdv.head_splits)
+        name = "dkdv" if x.result == "both" else x.result
+        add(counts, kind + name, x, busiest(head, heads, device.cores, at_once=x.heads_at_once), p)
+    counts["launch"] += config.dv is not None
     if dkdv.head_splits > 1:
         counts["launch sums"] += 1
         counts["sum byte"] += batch * p.num_heads_kv * keys * (p.head_dim + p.head_dim_v) * (8 * dkdv.head_splits + 2)

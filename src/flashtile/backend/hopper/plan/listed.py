@@ -73,10 +73,7 @@ class Masked(NamedTuple):
 
     def depends_on(self, name: str) -> bool:
         """Whether the mask depends on the sequence, the head or the row."""
-        return self.dims[DIMS[name]] if self.function is None else depends_on(self.function, name)
-
-
-DIMS = {"b": 0, "h": 1, "q_idx": 2}
+        return self.dims[("b", "h", "q_idx").index(name)] if self.function is None else depends_on(self.function, name)
 
 
 def differing(mask: Tensor) -> tuple[bool, ...]:

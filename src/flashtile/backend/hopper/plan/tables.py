@@ -1,7 +1,5 @@
 """The backend's kernels by width: tiles, stages and registers that fit a core."""
 
-from typing import NamedTuple
-
 from ..backward_config import DkdvConfig, DqConfig, FusedBackwardConfig, LateDq, SplitBackwardConfig
 from ..tile_config import (
     EightBitForward,
@@ -16,9 +14,7 @@ from ..tile_config import (
 # Boxes of 64 columns are loaded faster than narrower ones, which leave room for more stages.
 D32, D64, D80, D96 = HeadDim((32,), 32), HeadDim((64,), 64), HeadDim((64, 16), 64), HeadDim((64, 32), 64)
 D128, D192, D256 = HeadDim((128,), 128), HeadDim((128, 64), 64), HeadDim((256,), 256)
-D512, D512_WHOLE = HeadDim((128,) * 4, 128, apart=True), HeadDim((128,) * 4, 128)
-D576, D512_VALUES = HeadDim((128, 128, 128, 128, 64), 64), HeadDim((128, 128, 128, 128), 64)
-D80_NARROW, D96_NARROW, D160_NARROW = (HeadDim(x, 32) for x in ((64, 16), (64, 32), (128, 32)))
+D160, D512, D512_APART = HeadDim((128, 32), 32), HeadDim((128,) * 4, 128), HeadDim((128,) * 4, 128, apart=True)
 
 
 def three_warpgroups(head_dim: HeadDim, block_n: int) -> ForwardConfig:
@@ -27,76 +23,43 @@ def three_warpgroups(head_dim: HeadDim, block_n: int) -> ForwardConfig:
     return ForwardConfig(head_dim, head_dim, columns, block_n, 3, 4, 160, 32, speculative_exps=0)
 
 
-def one_warpgroup(head_dim: HeadDim, block_n: int, stages: int, programs: int) -> ForwardConfig:
+def one_warpgroup(head_dim: HeadDim, programs: int) -> ForwardConfig:
     """Programs of one warpgroup share a core and fill each other's gaps. Each reads its own keys, in short blocks."""
-    columns = min(head_dim.width, 64)
-    return ForwardConfig(
-        head_dim, head_dim, columns, block_n, 1, stages, speculative_exps=0, programs_per_core=programs
-    )
+    return ForwardConfig(head_dim, head_dim, head_dim.width, 64, 1, 3, speculative_exps=0, programs_per_core=programs)
 
 
 # By width of q and v; the first serves all features. Fields: widths, epilogue_columns, block_n, warpgroups, stages.
 FORWARD = {
-    (32, 32): (
-        ForwardConfig(D32, D32, 32, 128, 2, 4),
-        three_warpgroups(D32, 128),
-        one_warpgroup(D32, 64, 3, programs=4),
-    ),
-    (64, 64): (
-        ForwardConfig(D64, D64, 64, 128, 2, 4),
-        three_warpgroups(D64, 128),
-        one_warpgroup(D64, 64, 3, programs=3),
-    ),
-    (80, 80): (ForwardConfig(D80, D80, 128, 128, 2, 2), three_warpgroups(D80_NARROW, 64)),
-    (96, 96): (ForwardConfig(D96, D96, 128, 128, 2, 2), three_warpgroups(D96_NARROW, 64)),
+    (32, 32): (ForwardConfig(D32, D32, 32, 128, 2, 4), three_warpgroups(D32, 128), one_warpgroup(D32, programs=4)),
+    (64, 64): (ForwardConfig(D64, D64, 64, 128, 2, 4), three_warpgroups(D64, 128), one_warpgroup(D64, programs=3)),
+    (80, 80): (ForwardConfig(D80, D80, 128, 128, 2, 2), three_warpgroups(HeadDim((64, 16), 32), 64)),
+    (96, 96): (ForwardConfig(D96, D96, 128, 128, 2, 2), three_warpgroups(HeadDim((64, 32), 32), 64)),
     (128, 128): (ForwardConfig(D128, D128, 128, 128, 2, 2),),
     (192, 128): (ForwardConfig(D192, D128, 64, 128, 2, 2, q_stages=1),),
-    (160, 160): (ForwardConfig(D160_NARROW, D160_NARROW, 64, 128, 2, 2, q_stages=1, speculative_exps=8),),
+    (160, 160): (ForwardConfig(D160, D160, 64, 128, 2, 2, q_stages=1, speculative_exps=8),),
     (192, 192): (ForwardConfig(D192, D192, 128, 64, 2, 3, q_stages=1, speculative_exps=12),),
     (256, 256): (ForwardConfig(D256, D256, 128, 64, 2, 2, q_stages=1, speculative_exps=12),),
-    (512, 512): (ForwardConfig(D512, D512, 64, 64, 1, 1, q_stages=1, speculative_exps=8, column_warpgroups=2),),
+    (512, 512): (
+        ForwardConfig(D512_APART, D512_APART, 64, 64, 1, 1, q_stages=1, speculative_exps=8, column_warpgroups=2),
+    ),
 }
-LATENT = LatentForward(D576, D512_VALUES)  # values are the first columns of k
+LATENT = LatentForward(HeadDim((*D512.chunks, 64), 64), HeadDim(D512.chunks, 64))  # values are the first columns of k
 # By width; the first serves all features, the others plain calls.
 FUSED_BACKWARD = {
-    32: (FusedBackwardConfig(D32, 128, 2, 240, 24, early_half_exps=True),),
+    32: (FusedBackwardConfig(D32, 128, 2, early_half_exps=True),),
     64: (
-        FusedBackwardConfig(D64, 128, 2, 240, 24, early_half_exps=True),
+        FusedBackwardConfig(D64, 128, 2, early_half_exps=True),
         # Blocks of 64 rows leave registers for late dq and for left operands.
-        FusedBackwardConfig(D64, 64, 3, 240, 24, early_half_exps=True, late_dq=LateDq(3, (1, 1), (1, 1))),
+        FusedBackwardConfig(D64, 64, 3, early_half_exps=True, late_dq=LateDq(3, (1, 1), (1, 1))),
     ),
-    80: (
-        FusedBackwardConfig(D80, 64, 2, 240, 24, early_half_exps=False),
-        FusedBackwardConfig(D80, 64, 3, 240, 24, early_half_exps=False, late_dq=LateDq(3, values=(2, 2))),
-    ),
-    96: (
-        FusedBackwardConfig(D96, 64, 2, 240, 24, early_half_exps=False),
-        # One warpgroup has more of dq.
-        FusedBackwardConfig(D96, 64, 3, 240, 24, early_half_exps=False, late_dq=LateDq(3, values=(1, 2))),
-    ),
-    128: (
-        FusedBackwardConfig(D128, 64, 2, 240, 24, early_half_exps=False),
-        FusedBackwardConfig(D128, 64, 2, 240, 24, early_half_exps=False, late_dq=LateDq(2)),
-    ),
+    80: (FusedBackwardConfig(D80, 64, 2), FusedBackwardConfig(D80, 64, 3, late_dq=LateDq(3, values=(2, 2)))),
+    # One warpgroup has more of dq.
+    96: (FusedBackwardConfig(D96, 64, 2), FusedBackwardConfig(D96, 64, 3, late_dq=LateDq(3, values=(1, 2)))),
+    128: (FusedBackwardConfig(D128, 64, 2), FusedBackwardConfig(D128, 64, 2, late_dq=LateDq(2))),
 }
-
-
-def wide_backward(rows: int, stages: int) -> SplitBackwardConfig:
-    """The kernels over 256 features. dk's keeps keys and values in shared memory, and has 64 KB for rows."""
-    return SplitBackwardConfig(
-        DqConfig(D512_WHOLE, D512_WHOLE, kv_stages=3, block_n=32, column_groups=2),
-        DkdvConfig(D512_WHOLE, D512_WHOLE, stages, block_m=rows, result="dk"),
-        DkdvConfig(D512_WHOLE, D512_WHOLE, stages=2, block_m=32, result="dv"),
-    )
-
-
 SPLIT_BACKWARD = {
     (192, 128): (SplitBackwardConfig(DqConfig(D192, D128, kv_stages=6), DkdvConfig(D192, D128, stages=3)),),
-    (160, 160): (
-        SplitBackwardConfig(
-            DqConfig(D160_NARROW, D160_NARROW, kv_stages=7), DkdvConfig(D160_NARROW, D160_NARROW, stages=3)
-        ),
-    ),
+    (160, 160): (SplitBackwardConfig(DqConfig(D160, D160, kv_stages=7), DkdvConfig(D160, D160, stages=3)),),
     (192, 192): (
         SplitBackwardConfig(DqConfig(D192, D192, kv_stages=5), DkdvConfig(D192, D192, stages=2)),
         # Left operands in registers, which plain calls leave.
@@ -106,7 +69,13 @@ SPLIT_BACKWARD = {
         ),
     ),
     (256, 256): (SplitBackwardConfig(DqConfig(D256, D256, kv_stages=3), DkdvConfig(D256, D256, stages=2)),),
-    (512, 512): (wide_backward(rows=16, stages=2),),
+    (512, 512): (  # dk's keeps keys and values in shared memory, and has 64 KB for rows
+        SplitBackwardConfig(
+            DqConfig(D512, D512, kv_stages=3, block_n=32, column_groups=2),
+            DkdvConfig(D512, D512, stages=2, block_m=16, result="dk"),
+            DkdvConfig(D512, D512, stages=2, block_m=32, result="dv"),
+        ),
+    ),
 }
 # By width of q and v. Up to 64 features Triton's kernel, which computes all in one pass, has the registers.
 TANGENTS = {
@@ -119,10 +88,11 @@ TANGENTS = {
 
 
 # By width of q, k and v in 8 bits.
+ALONE: dict[str, int] = {"transpose_warps": 4, "transpose_registers": 24, "transposed_words": 32}
 EIGHT_BIT: dict[int, tuple[EightBitForward, ...]] = {
-    64: (EightBitForward(D64, D64, 64, 128, 2, 3, transposed_stages=3),),
-    128: (EightBitForward(D128, D128, 128, 128, 2, 3),),
-    256: (EightBitForward(D256, D256, 64, 128, 2, 2, q_stages=1, early=0, v_stages=1),),
+    64: (EightBitForward(D64, D64, 64, 128, 3, 3, 160, transposed_stages=3),),
+    128: (EightBitForward(D128, D128, 64, 128, 3, 3, 160),),
+    256: (EightBitForward(D256, D256, 64, 128, 2, 2, 232, q_stages=1, v_stages=1, **ALONE),),
 }
 
 
@@ -141,24 +111,3 @@ FLOAT32 = {  # by width: 128 measured on an H100, the others derived from memory
     96: float32((64, 32), 4, 2, 2, 1),
     128: float32((128,), 2, 2, 1, 1),
 }
-
-
-class BiasStages(NamedTuple):
-    """Stages of the forward kernel for tiles of a bias, and what they leave for keys and values and for queries."""
-
-    bias: int
-    keys: int
-    queries: int
-
-
-# By warpgroups and width, where shared memory has room for tiles of 16-bit biases.
-FORWARD_BIAS_STAGES = {
-    (1, 32): BiasStages(2, 3, 2),
-    (1, 64): BiasStages(2, 2, 1),
-    (2, 32): BiasStages(2, 4, 2),
-    (2, 64): BiasStages(2, 3, 2),
-    (2, 80): BiasStages(1, 2, 1),
-    (2, 96): BiasStages(1, 2, 1),
-    (2, 128): BiasStages(1, 2, 1),
-}
-BACKWARD_BIAS_STAGES = {32: 1, 64: 1, 80: 1, 96: 1, 128: 1}

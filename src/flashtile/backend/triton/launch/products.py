@@ -22,11 +22,12 @@ from ...gpu.pointers import Pointers
 from ...gpu.precision import allows_tf32
 from ...gpu.replay import Recorder, Results
 from ...scalars import keep_scale, lse_strides, rows_last, strides, threshold
-from ..score_blocks import UNIT, Block, Sizes, blocks_of, new_scores, round_up, sizes_of
+from ..score_blocks import UNIT, Block, Sizes, blocks_of, round_up, sizes_of
 from . import KERNELS, split_products, unsplit_products
 from . import arguments as args
 from .formulas import launch
 from .gradients import residual_of
+from .score_views import new_scores
 
 if TYPE_CHECKING:  # forward loads no launch code of backward
     from .backward_launches import BackwardLaunches

@@ -10,9 +10,10 @@ from ....call.problem import power_of_two
 from ...gpu.kernel import Kernel
 from ...gpu.replay import Recorder
 from ...scalars import rows_last, strides
-from ..score_blocks import Block, Sizes, round_up, scores_of, sums_of
+from ..score_blocks import Block, Sizes, round_up
 from . import KERNELS
 from . import arguments as args
+from .score_views import scores_of, sums_of
 
 OPERAND = Kernel(f"{KERNELS}.signed_split", "operand_kernel")
 PARTS = True  # what kernels store between products

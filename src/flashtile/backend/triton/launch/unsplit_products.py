@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ....call.call import Needs
 from ...gpu.replay import Recorder
-from ..score_blocks import Block, Sizes, keys_of, rows_of, scores_of, sums_of
+from ..score_blocks import Block, Sizes
+from .score_views import keys_of, rows_of, scores_of, sums_of
 
 PARTS = False  # what kernels store between products
 

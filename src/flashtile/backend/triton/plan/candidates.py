@@ -16,10 +16,9 @@ from ..constants import MAX_HEAD_DIM
 from ..tile_config import BlockedSecond, FusedConfig, KernelConfig, TileConfig, WidthConfigs
 from . import few_rows, tables
 from .cost import fits, programs_of_core
-from .families import has_most, has_pairs, misaligned, needs_room, reads_pairs, takes_mma, width_of
+from .families import MOST_COPY_BYTES, has_most, has_pairs, misaligned, needs_room, reads_pairs, takes_mma, width_of
 from .few_rows import PAIRS_BYTES, SHORT, within_memory
 
-ALIGNED = 16  # bytes of one asynchronous copy
 BY_PYTORCH = {False: "PyTorch's", True: "PyTorch's, of bfloat16 parts"}  # float32's products
 # Features above which a second derivative has the weights of pairs in memory, and KiB of shared memory for its sums.
 BLOCKED_ABOVE, BLOCKED_MEMORY = 128, 99
@@ -89,17 +88,14 @@ def second(problem: Problem, device: Device) -> Iterator[TileConfig]:
     """Tiles of a second derivative: of its forward pass with tangents, then the largest that fit of the kernels for
     rows and for keys.
     """
-    p = problem
+    p, chips = problem, "float32" if problem.dtype is torch.float32 else "half"
     if (blocked := blocked_second(p, device)) is not None:
         row = row_of(p, device)
         yield TileConfig(row.forward, row.dkdv, row.dq, second=blocked)
         return
-    if device.type == "cpu":
-        pair = (tables.INTERPRETER.dq, tables.INTERPRETER.dkdv)
-    elif p.dtype is torch.float32:
-        pair = (tables.SINGLE_SECOND, tables.SINGLE_SECOND)
-    else:
-        pair = (second_tile("second rows", p, device), second_tile("second keys", p, device))
+    pair = (tables.INTERPRETER.dq, tables.INTERPRETER.dkdv)
+    if device.type != "cpu":
+        pair = (second_tile("second rows", chips, p, device), second_tile("second keys", chips, p, device))
     for plain in unsplit_tangents(p, device):
         yield plain._replace(second=pair)
 
@@ -109,14 +105,16 @@ def blocked_second(problem: Problem, device: Device) -> BlockedSecond | None:
     p = problem
     if width_of(p) <= BLOCKED_ABOVE or p.layout != "dense" or p.softcap:
         return None
-    if device.type == "cpu" or memory_of(device) < BLOCKED_MEMORY:
-        return tables.BLOCKED_INTERPRETER if device.type == "cpu" else None
-    return tables.BLOCKED_SINGLE if p.dtype is torch.float32 else tables.BLOCKED_SECOND
+    if device.type == "cpu":
+        return tables.BLOCKED["interpreter"]
+    if memory_of(device) < BLOCKED_MEMORY:
+        return None
+    return tables.BLOCKED["float32" if p.dtype is torch.float32 else "half"]
 
 
-def second_tile(kernel: str, problem: Problem, device: Device) -> KernelConfig:
+def second_tile(kernel: str, chips: str, problem: Problem, device: Device) -> KernelConfig:
     """The first tile that holds a width and has room, else the last."""
-    holding = [tile for most, tile in tables.MORE[kernel, "half"] if width_of(problem) <= most]
+    holding = [tile for most, tile in tables.MORE[kernel, chips] if width_of(problem) <= most]
     return next((tile for tile in holding if fits(problem, device, tile, kernel, PAIRS_BYTES)), holding[-1])
 
 
@@ -145,7 +143,7 @@ def forward_tiles(tile: KernelConfig, problem: Problem, device: Device) -> tuple
         return (tile,)
     if has_most(p.dtype, device):
         return fitting("forward", "most", p) or (tile,)
-    return (tile, *tables.MORE_SINGLE) if tile == tables.LARGE else (tile,)
+    return (tile, *fitting("rows", "tf32x3", p)) if tile == tables.LARGE else (tile,)
 
 
 def multiplies(problem: Problem, device: Device, *, backward: bool = False) -> bool:
@@ -188,12 +186,12 @@ def of_float32(plain: TileConfig, problem: Problem) -> Iterator[TileConfig]:
     """Tiles of float32 on Hopper; of rows that were split ahead too, which takes four more launches, without tiles of a
     feature, for which the kernels have no registers.
     """
-    for dkdv in (plain.dkdv, *tables.MORE_SINGLE_DKDV):
-        for dq in (plain.dq, *tables.MORE_SINGLE):
+    for dkdv in (plain.dkdv, *fitting("dkdv", "tf32x3", problem)):
+        for dq in (plain.dq, *fitting("rows", "tf32x3", problem)):
             yield plain._replace(dkdv=dkdv, dq=dq)
-    if problem.layout != "paged" and problem.alignment == ALIGNED:
-        for dq in tables.SPLIT_DQ:
-            yield plain._replace(dkdv=tables.SPLIT_DKDV, dq=dq)
+    if problem.layout != "paged" and problem.alignment == MOST_COPY_BYTES:
+        for dq in fitting("dq", "bf16x6", problem):
+            yield plain._replace(dkdv=fitting("dkdv", "bf16x6", problem)[0], dq=dq)
 
 
 def more(tile: KernelConfig, kernel: str, problem: Problem, device: Device) -> list[KernelConfig]:
@@ -277,10 +275,9 @@ def row_of(problem: Problem, device: Device) -> WidthConfigs:
 
 def shipped(dtype: torch.dtype, width: int, device: Device) -> WidthConfigs:
     """The tiles of plain problems of a width."""
-    table = tables.SINGLE if dtype is torch.float32 else tables.HALF
-    rows = table[max(size for size in table if size <= memory_of(device))]
-    if dtype is torch.float32 and device.arch == "sm_90":
-        rows = (*tables.SINGLE_TF32X3, *rows)
+    rows = tables.HALF[max(size for size in tables.HALF if size <= memory_of(device))]
+    if dtype is torch.float32:
+        rows = (*tables.SINGLE_TF32X3 * (device.arch == "sm_90"), *tables.SINGLE)
     return next(row for row in rows if width <= row.width)
 
 

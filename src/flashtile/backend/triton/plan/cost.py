@@ -7,7 +7,7 @@ from ....call.device import Device
 from ....call.problem import Problem, power_of_two
 from ...gpu import waves
 from ...gpu.block_lists import LEAST_PAIRS
-from ...gpu.chips import MIN_SHARED_MEMORY, memory_of
+from ...gpu.chips import memory_of
 from ...gpu.cost import Cost, Counts, add_work, memory, of_group, rows_bytes, shared, shown
 from ...gpu.waves import Head, Tile, busiest
 from ..constants import TRANSPOSED_ROWS
@@ -18,7 +18,6 @@ REGISTERS = 2**16  # registers of a core
 MERGED_AT_ONCE, MERGE_REGISTERS = 16, 64  # splits that `kernels.combine` loads together, and their numbers
 OWN_REGISTERS, MOST_REGISTERS = 40, 255  # registers of a thread, for addresses and the like, and in all
 STATISTICS = 8  # 16-bit words of each row
-MOST_TANGENT_PRODUCTS = 6
 MMA_HEADS = 16  # heads whose tiles take turns in kernels of `kernels.mma`; of others, one head's come after another's
 PARTS = 6  # products of bfloat16 numbers for one of float32
 
@@ -81,7 +80,7 @@ def least_exact_bytes(problem: Problem) -> int:
     """Shared memory of the smallest tile of float32 gradients: NVIDIA's exact products take all four operands from
     there, and two tiles of pairs.
     """
-    side = tables.SINGLE[MIN_SHARED_MEMORY][-1].dkdv.block_m
+    side = tables.SINGLE[-1].dkdv.block_m
     return 4 * 2 * side * (padded(problem.head_dim) + padded(problem.head_dim_v) + side)
 
 
@@ -149,10 +148,10 @@ def tangents(problem: Problem, device: Device, config: TileConfig, moves: Needs,
     p, (batch, rows, keys), tile = problem, problem.counts, config.tangents
     assert tile is not None
     head = listed(waves.row_tiles(p.window, rows, keys, tile.block_m, tile.block_n), p)
-    part = (2 + moves.q + moves.k + moves.changes_scores + moves.v) / MOST_TANGENT_PRODUCTS
+    part = (2 + moves.q + moves.k + moves.changes_scores + moves.v) / 6
     counts = Counts()
     add(counts, "tangents", p, device, tile, shared(head, splits), batch * p.num_heads_q)
-    counts.update({name: part * n for name, n in counts.items()})
+    counts = counts.times(part)
     counts["launch triton"] += 1
     if splits > 1:
         numbers = 2 * batch * p.num_heads_q * rows * p.head_dim_v
@@ -160,17 +159,13 @@ def tangents(problem: Problem, device: Device, config: TileConfig, moves: Needs,
     return Cost(counts, memory(3 * part * rows_bytes(p), p))
 
 
-SECOND_PRODUCTS = 21 / 6  # products of all kernels, beside those of forward with tangents
-
-
 def second(problem: Problem, device: Device, config: TileConfig, moves: Needs) -> Cost:
     """The work of forward with tangents, by the products of all three kernels: derived, not measured."""
     if isinstance(config.second, BlockedSecond):
         return blocked_second(problem, device, config)
     cost = tangents(problem, device, config, moves)
-    counts = Counts()
-    counts.update({name: SECOND_PRODUCTS * n for name, n in cost.counts.items()})
-    return Cost(counts, {name: SECOND_PRODUCTS * n for name, n in cost.limits.items()})
+    times = 21 / 6  # products of all kernels, beside those of forward with tangents
+    return Cost(cost.counts.times(times), {name: times * n for name, n in cost.limits.items()})
 
 
 BLOCKED_SIDE = 128  # rows and keys whose pairs are all computed
@@ -183,11 +178,9 @@ def blocked_second(problem: Problem, device: Device, config: TileConfig) -> Cost
     head = waves.row_tiles(p.window, rows, keys, BLOCKED_SIDE, BLOCKED_SIDE)
     pairs = batch * p.num_heads_q * head.total.steps * BLOCKED_SIDE**2
     cost = forward(problem, device, config)
-    counts = Counts()
-    counts.update(cost.counts)
-    counts["products operation"] += pairs * BLOCKED_PRODUCTS * (p.head_dim + p.head_dim_v)
-    counts["products byte"] += pairs * WEIGHT_BYTES * p.dtype.itemsize
-    return Cost(counts, cost.limits)
+    cost.counts["products operation"] += pairs * BLOCKED_PRODUCTS * (p.head_dim + p.head_dim_v)
+    cost.counts["products byte"] += pairs * WEIGHT_BYTES * p.dtype.itemsize
+    return cost
 
 
 def listed(head: Head, problem: Problem) -> Head:
@@ -223,11 +216,7 @@ def backward(problem: Problem, device: Device, config: TileConfig) -> Cost:
 def fused(problem: Problem, device: Device, config: FusedConfig) -> Cost:
     p, (batch, rows, keys), tile = problem, problem.counts, config.tile
     counts = Counts(launch_triton=1)
-    steps = (
-        1
-        if config.walk is None
-        else -(-(keys if config.walk == "keys" else rows) // (tile.block_n if config.walk == "keys" else tile.block_m))
-    )
+    steps = {None: 1, "keys": -(-keys // tile.block_n), "rows": -(-rows // tile.block_m)}[config.walk]
     head = shared(Head(1, (Tile(steps, 0),)), config.splits)
     if config.splits > 1:
         counts["merge triton"] += 1
@@ -242,14 +231,14 @@ def products(problem: Problem, count: int, score_bytes: int, row_bytes: int) -> 
     """Of a pass whose products PyTorch computes, so many for each score: scores go to the kernels between them and
     back, and rows are put in order.
     """
-    from ..score_blocks import blocks_of, sizes_of_problem  # not needed otherwise
+    from ..score_blocks import blocks_of, new_sizes  # not needed otherwise
 
-    p, parts = problem, problem.dtype is torch.float32
-    sizes = sizes_of_problem(p.counted, parts=parts)
+    p, parts, (batch, rows, keys) = problem, problem.dtype is torch.float32, problem.counts
+    sizes = new_sizes(batch, (p.num_heads_q, p.num_heads_kv), (rows, keys), p.window, parts=parts)
     blocks = blocks_of(sizes)
     scores = sum(x.num_heads * x.num_rows * x.num_keys for x in blocks)
     counts = Counts(products_block=len(blocks) * count)
     counts["products operation"] = scores * count * (p.head_dim + p.head_dim_v) * (PARTS if parts else 1)
-    rows = sizes.heads * sizes.rows * max(p.head_dim, p.head_dim_v)
-    counts["products byte"] = scores * score_bytes + rows * row_bytes * (2 if parts else 1)
+    numbers = sizes.heads * sizes.rows * max(p.head_dim, p.head_dim_v)
+    counts["products byte"] = scores * score_bytes + numbers * row_bytes * (2 if parts else 1)
     return Cost(counts, {})

@@ -33,6 +33,7 @@ LEAST_PART, KEYS_OF_ROW = 512, 64  # keys of a part at least, and for each row: 
 # itself, ptxas takes 255 for the nested loops.
 PART_REGISTERS = 168
 MOST_PARTS, FILLING = 32, 256  # parts of a sequence, and of all key heads of one
+ONE_WARP = KernelConfig(16, 32, 1, 4)  # up to 96 features, where it waits less for others
 SHORT = 64  # rows and keys of a sequence that is one small tile
 # Tiles of latent rows by shared memory in KiB, then rows; a chip takes the largest that it has room for.
 HALF = {
@@ -75,8 +76,8 @@ def ways(tiles: TileConfig, width: int, problem: Problem, device: Device) -> Ite
         found = [within_memory(base._replace(block_n=128), p, device)]
     if loads_ahead(p, device):
         uneven = p.pages is not None and p.pages.several  # one warp lacks registers for the addresses of pages
-        if base.block_m == tables.ONE_WARP.block_m and width_of(p) <= tables.ONE_WARP_WIDTH and not uneven:
-            found.append(tables.ONE_WARP)
+        if base.block_m == ONE_WARP.block_m and width_of(p) <= 96 and not uneven:
+            found.append(ONE_WARP)
         if plain and p.seqlen_q > 1 and max(p.seqlen_q, p.seqlen_k) <= SHORT:
             found.append(within_memory(base._replace(block_m=SHORT, block_n=SHORT, num_stages=1), p, device))
     for tile in dict.fromkeys(found):
@@ -192,4 +193,4 @@ def latent_tiles(problem: Problem, device: Device) -> tuple[KernelConfig, ...]:
     by_rows = table[max(size for size in table if size <= memory_of(device))]
     most = 32 if misaligned(p, device) else max(by_rows)  # Hopper's warpgroup products take 64 rows
     rows = min(most, max(16, power_of_two(packed_rows(p))))
-    return tuple(KernelConfig(*numbers) for numbers in by_rows[rows])
+    return tuple(KernelConfig(m, n, num_warps, num_stages) for m, n, num_warps, num_stages in by_rows[rows])

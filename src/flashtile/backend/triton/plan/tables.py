@@ -47,14 +47,12 @@ HALF = {  # float16 and bfloat16, by shared memory in KiB
         WidthConfigs(512, KernelConfig(16, 16, 4, 1), KernelConfig(16, 16, 4, 1), KernelConfig(16, 16, 4, 1)),
     ),
 }
-SINGLE = {  # float32; exact products have no matrix units, so registers bound the tiles
-    64: (
-        WidthConfigs(64, KernelConfig(64, 32, 8, 1), KernelConfig(32, 32, 8, 1), KernelConfig(32, 32, 8, 1)),
-        WidthConfigs(128, KernelConfig(32, 32, 8, 1), KernelConfig(16, 32, 8, 1), KernelConfig(32, 16, 8, 1)),
-        WidthConfigs(256, KernelConfig(16, 32, 8, 1), KernelConfig(16, 16, 8, 1), KernelConfig(16, 16, 8, 1)),
-        WidthConfigs(512, KernelConfig(16, 16, 8, 1), KernelConfig(16, 16, 8, 1), KernelConfig(16, 16, 8, 1)),
-    ),
-}
+SINGLE = (  # float32; exact products have no matrix units, so registers bound the tiles
+    WidthConfigs(64, KernelConfig(64, 32, 8, 1), KernelConfig(32, 32, 8, 1), KernelConfig(32, 32, 8, 1)),
+    WidthConfigs(128, KernelConfig(32, 32, 8, 1), KernelConfig(16, 32, 8, 1), KernelConfig(32, 16, 8, 1)),
+    WidthConfigs(256, KernelConfig(16, 32, 8, 1), KernelConfig(16, 16, 8, 1), KernelConfig(16, 16, 8, 1)),
+    WidthConfigs(512, KernelConfig(16, 16, 8, 1), KernelConfig(16, 16, 8, 1), KernelConfig(16, 16, 8, 1)),
+)
 LARGE = KernelConfig(128, 64, 8, 1, precision="tf32x3")  # forward and dq: one program fills the registers of a core
 # Batch-invariant forward of 128 features. Triton lays the warps of smaller tiles over rows or over keys, which differs
 # between packed keys and pages, and with it the order of sums.
@@ -68,23 +66,18 @@ SINGLE_TF32X3 = (  # Hopper's; wider tiles of float32 have no registers for comp
         KernelConfig(32, 32, 4, 1, precision="tf32x3"),
     ),
 )
-# More of float32 on Hopper: for forward and dq, and for dk and dv.
-MORE_SINGLE = (KernelConfig(64, 64, 4, 1, precision="tf32x3"), KernelConfig(32, 64, 4, 1, precision="tf32x3"))
-MORE_SINGLE_DKDV = (KernelConfig(32, 64, 4, 1, precision="tf32x3"),)
-# Of rows that were split ahead into bfloat16 parts, up to 64 features.
-SPLIT_DKDV = KernelConfig(64, 64, 4, 1, precision="bf16x6")
-SPLIT_DQ = (KernelConfig(128, 64, 8, 2, precision="bf16x6"), KernelConfig(64, 64, 4, 1, precision="bf16x6"))
 
 
-def table(*rows: tuple[int, int, int, int, int], mma: bool = False) -> Table:
+def table(*rows: tuple[int, int, int, int, int], mma: bool = False, precision: str = "ieee") -> Table:
     """Rows of the most features and a tile's rows, keys, warps and stages."""
-    return tuple((width, KernelConfig(m, n, warps, stages, mma=mma)) for width, m, n, warps, stages in rows)
+    return tuple((width, KernelConfig(m, n, warps, stages, precision, mma)) for width, m, n, warps, stages in rows)
 
 
-# More tiles by kernel and chips: "most" shared memory, "half" of it, or mma.sync. The kernel of "mma one loop" walks
-# over rows, and forward's tiles are for plain calls, on chips with mma.sync for a bias. Tiles of tangents were measured
-# on chips with the most shared memory (`benchmarks/derivatives.py --candidates`), and chosen by ptxas on others, where
-# they spill at most 4 bytes a thread. Second derivatives take the first that fits (`benchmarks/second_derivatives.py`).
+# More tiles by kernel and chips: "most" shared memory, "half" of it, or mma.sync; in float32, by precision on Hopper,
+# where bf16x6 has rows that were split ahead. The kernel of "mma one loop" walks over rows, and forward's tiles are for
+# plain calls, on chips with mma.sync for a bias. Tiles of tangents were measured on chips with the most shared memory
+# (`benchmarks/derivatives.py --candidates`), and chosen by ptxas on others, where they spill at most 4 bytes a thread.
+# Second derivatives take the first that fits (`benchmarks/second_derivatives.py`).
 MORE: dict[tuple[str, str], Table] = {
     ("forward", "most"): table(
         (64, 64, 64, 4, 3), (64, 128, 64, 4, 3), (64, 64, 32, 4, 3), (128, 64, 64, 4, 3), (256, 64, 64, 4, 2)
@@ -112,6 +105,12 @@ MORE: dict[tuple[str, str], Table] = {
         (64, 128, 32, 8, 2), (64, 64, 32, 4, 2), (128, 64, 32, 8, 2), (256, 32, 32, 8, 2), (512, 16, 16, 8, 1)
     ),
     ("tangents", "float32"): table((64, 32, 16, 8, 1), (512, 16, 16, 8, 1)),
+    ("rows", "tf32x3"): table((64, 64, 64, 4, 1), (64, 32, 64, 4, 1), precision="tf32x3"),
+    ("dkdv", "tf32x3"): table((64, 32, 64, 4, 1), precision="tf32x3"),
+    ("dq", "bf16x6"): table((64, 128, 64, 8, 2), (64, 64, 64, 4, 1), precision="bf16x6"),
+    ("dkdv", "bf16x6"): table((64, 64, 64, 4, 1), precision="bf16x6"),
+    ("second rows", "float32"): table((512, 16, 16, 4, 1), precision="tf32x3"),
+    ("second keys", "float32"): table((512, 16, 16, 4, 1), precision="tf32x3"),
     ("second rows", "half"): table(
         (64, 64, 64, 4, 2), (128, 64, 32, 4, 2), (128, 64, 32, 4, 1), (256, 32, 32, 4, 1), (512, 16, 16, 4, 1)
     ),
@@ -121,19 +120,20 @@ MORE: dict[tuple[str, str], Table] = {
 }  # fmt: skip
 # Of wide heads: weights of pairs in memory, and their products (`launch.second_blocks`).
 # Chosen by ptxas, so that loops spill nothing in 16 bits.
-BLOCKED_SECOND = BlockedSecond(
-    KernelConfig(64, 64, 4, 2), KernelConfig(128, 64, 8, 3), KernelConfig(64, 128, 8, 3), columns=128, unit=128
-)
-BLOCKED_SINGLE = BlockedSecond(
-    KernelConfig(64, 32, 4, 1, precision="tf32x3"), KernelConfig(64, 32, 8, 2, precision="tf32x3"),
-    KernelConfig(32, 64, 8, 2, precision="tf32x3"), columns=64, unit=128,
-)  # fmt: skip
-SINGLE_SECOND = KernelConfig(16, 16, 4, 1, precision="tf32x3")
+BLOCKED = {
+    "half": BlockedSecond(
+        KernelConfig(64, 64, 4, 2), KernelConfig(128, 64, 8, 3), KernelConfig(64, 128, 8, 3), columns=128, unit=128
+    ),
+    "float32": BlockedSecond(
+        KernelConfig(64, 32, 4, 1, precision="tf32x3"), KernelConfig(64, 32, 8, 2, precision="tf32x3"),
+        KernelConfig(32, 64, 8, 2, precision="tf32x3"), columns=64, unit=128,
+    ),
+    "interpreter": BlockedSecond(*(KernelConfig(16, 16, 4, 1),) * 3, columns=16, unit=32),
+}  # fmt: skip
 TF32_DKDV = KernelConfig(64, 32, 4, 1, precision="tf32x3")  # for one product
 BIASED = WidthConfigs(  # calls of 16-bit numbers with a bias for each pair
     32, KernelConfig(64, 64, 4, 3), KernelConfig(32, 128, 4, 3), KernelConfig(128, 32, 4, 3)
 )
-BLOCKED_INTERPRETER = BlockedSecond(*(KernelConfig(16, 16, 4, 1),) * 3, columns=16, unit=32)
 INTERPRETER = WidthConfigs(512, *(KernelConfig(16, 16, 4, 1),) * 3)
 WALKS = (  # 16-bit inputs
     Walk("keys", 16, 64, 4, 3, width=64),
@@ -145,5 +145,3 @@ WALKS = (  # 16-bit inputs
     Walk("keys", 256, 64, 8, 1, width=64, longest=256),
 )
 INTERPRETER_WALKS = tuple(Walk(over, 16, 16, 4, 1, width=512) for over in ("keys", "rows"))
-# One warp for 16 rows of up to 96 features, which waits less for the others.
-ONE_WARP, ONE_WARP_WIDTH = KernelConfig(16, 32, 1, 4), 96

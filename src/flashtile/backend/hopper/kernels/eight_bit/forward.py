@@ -14,7 +14,7 @@ from ..forward.mainloop import ForwardOutputs, warpgroup_tile
 from ..forward.producer import q_stage
 from ..shared import softmax as shared_softmax
 from ..shared.block_lists import BlockLists
-from ..shared.compat import Pointer, Scalar, kernel
+from ..shared.compat import Pointer, Scalar, kernel, reinterpret_smem
 from ..shared.epilogue import tma_store_columns
 from ..shared.masking import MaskBounds
 from ..shared.mma import MMA_M, scale_rows
@@ -35,22 +35,19 @@ from ..shared.ptx import opaque
 from ..shared.scores import ScoreParams
 from ..shared.tile_scheduler import SeqlenInfo, TileScheduler, make_tile_queue, pop_tile, scheduler_warp
 from .mainloop import (
+    SUM_COLUMNS,
     Descales,
     EightBitContext,
-    EightBitState,
-    first_stats,
     initial_state,
-    last_sums,
-    late_step,
+    mainloop_step,
     tile_units,
     value_descale,
-    whole_step,
-    zero_sums,
 )
 from .partitions import run_partitions
 from .producer import EightBitPipelines, producer_warp
-from .transpose import transpose_warpgroup
+from .transpose import panel_layout, transpose_warps
 
+QUARTERS = gl.constexpr(0x2828)  # two numbers 0.25 in float8_e4m3fn
 EightBitScheduler = without(TileScheduler, "num_splits", lists=without(BlockLists, *BlockLists._fields))
 EightBitSeqlens = without(SeqlenInfo, page_table=without(PageTable, *PageTable._fields))
 
@@ -71,32 +68,35 @@ def eight_bit_forward_kernel(
     TRANSPOSED_STAGES: gl.constexpr = CONFIG.transposed_stages
     Q_BUFFERS: gl.constexpr = CONFIG.q_stages * CONFIG.num_warpgroups
     CONSUMERS: gl.constexpr = 128 * CONFIG.num_warpgroups
+    TRANSPOSING: gl.constexpr = 32 * CONFIG.transpose_warps
     OF_V: gl.constexpr = FIRST_BARRIER + STAGES
     OF_TRANSPOSED: gl.constexpr = OF_V + V_STAGES
     gl.static_assert(OF_TRANSPOSED + TRANSPOSED_STAGES - 1 <= LAST_BARRIER)
     dtype: gl.constexpr = q_desc.dtype
     q = make_buffers(q_desc, Q_BUFFERS, HEAD_DIM)
     k = make_pipeline(k_desc, STAGES, NamedBarriers(FIRST_BARRIER, CONSUMERS + 32), HEAD_DIM)
-    v = make_pipeline(v_desc, V_STAGES, NamedBarriers(OF_V, 128 + 32), HEAD_DIM_V)
+    v = make_pipeline(v_desc, V_STAGES, NamedBarriers(OF_V, TRANSPOSING + 32), HEAD_DIM_V)
     layout: gl.constexpr = gl.NVMMASharedLayout(min(BLOCK_N, 128), 8, 2)
     data = gl.allocate_shared_memory(dtype, [TRANSPOSED_STAGES, HEAD_DIM_V.width, BLOCK_N], layout)
-    empty = NamedBarriers(OF_TRANSPOSED, CONSUMERS + 128)
+    empty = NamedBarriers(OF_TRANSPOSED, CONSUMERS + TRANSPOSING)
     transposed = Pipeline((data,), make_mbarriers(TRANSPOSED_STAGES, 1), empty)
     pipelines = EightBitPipelines(q, make_mbarriers(Q_BUFFERS, 1), k, v, transposed)
+    quarters = gl.allocate_shared_memory(dtype, [SUM_COLUMNS, BLOCK_N], layout)
+    fill_quarters(quarters)
     queue = make_tile_queue(CONFIG.num_warpgroups + 2)
     smem = allocate_boxes(out_desc, CONFIG.num_warpgroups, CONFIG.epilogue_columns)
     fence_async_shared()
 
     outputs = ForwardOutputs(out_desc, smem, lse, None, stride_lse, None)
     context = EightBitContext(
-        pipelines, outputs, queue, bounds, scheduler.diagonal, params, descales, scheduler.lists,
+        pipelines, quarters, outputs, queue, bounds, scheduler.diagonal, params, descales, scheduler.lists,
         seqlens.page_table,
     )  # fmt: skip
     run_partitions(
         CONFIG,
         consumer_warpgroup,
         (context, CONFIG, PACKED),
-        (transpose_warpgroup, (pipelines, queue, CONFIG)),
+        (transpose_warps, (pipelines, queue, CONFIG)),
         [
             (producer_warp, (q_desc, k_desc, v_desc, pipelines, queue, CONFIG, PACKED)),
             (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
@@ -105,74 +105,17 @@ def eight_bit_forward_kernel(
 
 
 @gluon.jit
+def fill_quarters(quarters):
+    """As words: ptxas 12.8 converts equal numbers to 8 bits wrong, of which every other one is then arbitrary."""
+    BYTES: gl.constexpr = quarters.shape[1]
+    words = reinterpret_smem(quarters, gl.int16, [SUM_COLUMNS, BYTES // 2], panel_layout(min(BYTES, 128)))
+    of_threads: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
+    words.store(gl.full([SUM_COLUMNS, BYTES // 2], QUARTERS, gl.int16, of_threads))
+
+
+@gluon.jit
 def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, PACKED: gl.constexpr):
     """The partition that computes 64 rows of each tile."""
-    if CONFIG.early > 0:
-        late_sums(warpgroup, context, CONFIG, PACKED)
-    else:
-        whole_steps(warpgroup, context, CONFIG, PACKED)
-
-
-@gluon.jit
-def late_sums(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, PACKED: gl.constexpr):
-    """Steps whose sums are one block behind the scores, across the edges of tiles too."""
-    HEAD_DIM: gl.constexpr = CONFIG.head_dim
-    Q_STAGES: gl.constexpr = CONFIG.q_stages
-    Q_BUFFERS: gl.constexpr = Q_STAGES * CONFIG.num_warpgroups
-    pipelines, queue, params = context.pipelines, context.queue, context.params
-    q = pipelines.q
-    count = 0  # steps of the main loop
-    tile_count = 0
-    tile = pop_tile(queue, 0)
-    wg_tile = warpgroup_tile(tile, warpgroup, context, CONFIG)
-    previous = itself(wg_tile)
-    state = initial_state(wg_tile, params, CONFIG)
-    # Of the tile whose last sums are still to come.
-    last_base, last_total = itself(state.row_base), itself(state.total)
-    while tile.b >= 0:
-        stage = q_stage(tile_count, warpgroup, CONFIG)
-        mbarrier.wait(q.full.index(stage), wraps_of(tile_count, Q_STAGES) & 1)
-        q_i = stage_chunks(q, stage, Q_BUFFERS, HEAD_DIM)
-        units = tile_units(params, context.descales, tile)
-        row_base, total = first_stats(tile, params, CONFIG)
-        state = EightBitState(state.acc, state.l, state.p, state.alpha, row_base, total)
-        first = tile.hi - 1
-        n, stop = first, first
-        # The first step completes the previous tile.
-        while n >= tile.lo:
-            while n >= stop:
-                state = late_step(state, context, q_i, units, count, tile_count, wg_tile, n, warpgroup, CONFIG)
-                n -= 1
-                count += 1
-            if stop == first:
-                if tile_count > 0:
-                    finish(
-                        context, state.acc, state.l, last_base, last_total, previous, warpgroup, CONFIG, PACKED
-                    )  # fmt: skip
-                acc, l = zero_sums(tile, params, CONFIG)  # noqa: E741
-                state = EightBitState(acc, l, state.p, state.alpha, state.row_base, state.total)
-            stop = tile.lo
-        last_base, last_total = itself(state.row_base), itself(state.total)
-        previous = itself(wg_tile)
-        if Q_STAGES > 1:
-            mbarrier.arrive(pipelines.q_empty.index(stage), count=1)
-        tile_count += 1
-        tile = pop_tile(queue, tile_count)
-        wg_tile = warpgroup_tile(tile, warpgroup, context, CONFIG)
-    acc, l = last_sums(state, context, count, CONFIG)  # noqa: E741
-    finish(context, acc, l, last_base, last_total, previous, warpgroup, CONFIG, PACKED)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def itself(x):
-    """A value of its own: a loop of Triton 3.6 carries a name only if its body binds another value to it."""
-    return x
-
-
-@gluon.jit
-def whole_steps(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, PACKED: gl.constexpr):
-    """Steps of scores and sums of the same block, which leave more registers."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     Q_STAGES: gl.constexpr = CONFIG.q_stages
     Q_BUFFERS: gl.constexpr = Q_STAGES * CONFIG.num_warpgroups
@@ -187,10 +130,10 @@ def whole_steps(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, PACKED: 
         mbarrier.wait(q.full.index(stage), wraps_of(tile_count, Q_STAGES) & 1)
         q_i = stage_chunks(q, stage, Q_BUFFERS, HEAD_DIM)
         units = tile_units(params, context.descales, tile)
-        state = initial_state(wg_tile, params, CONFIG)
+        state = initial_state(tile, params, CONFIG)
         n = tile.hi - 1
         while n >= tile.lo:
-            state = whole_step(state, context, q_i, units, count, tile_count, wg_tile, n, warpgroup, CONFIG)
+            state = mainloop_step(state, context, q_i, units, count, tile_count, wg_tile, n, warpgroup, CONFIG)
             n -= 1
             count += 1
         if Q_STAGES > 1:

@@ -1,11 +1,8 @@
 """Main loop of the forward kernel in 8 bits: one block of keys for the 64 rows of a warpgroup.
 
 Products of 8 bits keep some 14 bits of their sums. So each block's product with values is a sum of its own, which is
-added to acc in float32, with the factor that rescales acc.
-
-As in `forward.mainloop`, sums may be one block behind the scores: the product of q with a block of keys and those of
-the previous block's p with CONFIG.early chunks of its values are in flight together; other chunks follow one by one, in
-the same registers. Without early chunks, sums are those of the same block, which leaves more registers.
+added to acc in float32, with the factor that rescales acc. It has chunks of the features, of which two are in flight.
+Scores, p and sums of a step are those of the same block: products overlap with other warpgroups' softmax.
 """
 
 from typing import NamedTuple
@@ -16,9 +13,10 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from ..forward.mainloop import ForwardOutputs, TileUnits, masked_scores, pair_block, release_q_early, zero_scores
 from ..shared.block_lists import BlockLists
+from ..shared.column_masks import thread_view
 from ..shared.compat import Pointer, Scalar
 from ..shared.masking import MaskBounds
-from ..shared.mma import MMA_M, gemm_nt, gemm_wait_with
+from ..shared.mma import MMA_M, gemm_nt
 from ..shared.pages import PageTable
 from ..shared.pipeline import consumer_release, consumer_wait, stage_chunks, stage_of
 from ..shared.ptx import opaque
@@ -28,9 +26,10 @@ from ..shared.softmax import thread_row_sum
 from ..shared.tile_scheduler import TileQueue
 from . import softmax
 from .producer import EightBitPipelines
-from .rounding import mma_operand, rounded, thread_sums
+from .rounding import mma_operand, rounded
 
 SMALLEST_FACTOR, LARGEST_FACTOR = gl.constexpr(1e-12), gl.constexpr(1e12)
+SUM_COLUMNS = gl.constexpr(8)
 
 
 class Descales(NamedTuple):
@@ -51,6 +50,7 @@ class EightBitContext(NamedTuple):
     """Arguments of the consumer warpgroups, the same for all tiles."""
 
     pipelines: EightBitPipelines
+    quarters: gl.shared_memory_descriptor  # [SUM_COLUMNS, keys], 0.25 each
     outputs: ForwardOutputs
     queue: TileQueue
     bounds: MaskBounds
@@ -62,14 +62,12 @@ class EightBitContext(NamedTuple):
 
 
 class EightBitState(NamedTuple):
-    """State of a warpgroup's rows between two steps. acc and l lack the last block."""
+    """State of a warpgroup's rows between two steps."""
 
     acc: tuple[gl.tensor, ...]
     l: gl.tensor  # [M, 4], sum of rounded p  # noqa: E741
-    p: gl.tensor  # of the last block, in words (`rounding`)
-    alpha: gl.tensor  # [M, 4], factor of acc and l before that block is added
     row_base: gl.tensor
-    total: gl.tensor  # [M, 4], sum of p as it was before, of all blocks: of lse
+    total: gl.tensor  # [M, 4], sum of p as it was before, of lse
 
 
 @gluon.jit
@@ -105,29 +103,16 @@ def value_descale(params, descales, tile):
 
 
 @gluon.jit
-def initial_state(wg_tile, params, CONFIG: gl.constexpr):
-    """State before the first step of a program. The sums finished there are garbage and are discarded."""
-    acc, l = zero_sums(wg_tile.tile, params, CONFIG)  # noqa: E741
-    row_base, _ = first_stats(wg_tile.tile, params, CONFIG)
-    p = rounded(zero_scores(CONFIG.block_n))
-    return EightBitState(acc, l, p, gl.full_like(row_base, 1.0), row_base, l)
-
-
-@gluon.jit
-def zero_sums(tile, params, CONFIG: gl.constexpr):
-    """acc and l before the first block of a tile."""
+def initial_state(tile, params, CONFIG: gl.constexpr):
+    """State before the first block of a tile."""
     CHUNKS: gl.constexpr = CONFIG.value_chunks
     acc = ()
     for _ in gl.static_range(CHUNKS):
         acc = acc + (zero_product(CONFIG.value_columns),)
-    _, l = first_stats(tile, params, CONFIG)  # noqa: E741
-    return acc, l
-
-
-@gluon.jit
-def first_stats(tile, params, CONFIG: gl.constexpr):
-    """row_base and total before the first block of a tile."""
-    return softmax.initial_state(zero_scores(CONFIG.block_n), params.sinks, tile.head, tile.b < params.batch)
+    row_base, l = softmax.initial_state(  # noqa: E741
+        zero_scores(CONFIG.block_n), params.sinks, tile.head, tile.b < params.batch
+    )
+    return EightBitState(acc, l, row_base, l)
 
 
 @gluon.jit
@@ -182,29 +167,7 @@ def release_keys(context, count, tile_count, is_last, warpgroup: gl.constexpr, C
 
 
 @gluon.jit
-def late_step(
-    state, context, q_i, units, count, tile_count, wg_tile, n, warpgroup: gl.constexpr, CONFIG: gl.constexpr
-):  # fmt: skip
-    """Step number `count`: scores and p of block n, and the sums of the previous block."""
-    EARLY: gl.constexpr = CONFIG.early
-    v_transposed = context.pipelines.v_transposed
-    s = issue_scores(context, q_i, count, warpgroup, CONFIG)
-    consumer_wait(v_transposed, count, CONFIG.transposed_stages)
-    products = early_products(state, context, count, CONFIG)
-    s = warpgroup_mma_wait(EARLY, deps=(s,))
-    release_keys(context, count, tile_count, n == wg_tile.tile.lo, warpgroup, CONFIG)
-    t = scores_of_block(context, s, units, wg_tile, n, CONFIG)
-    row_base, alpha, p = softmax.update(state.row_base, t, units.scale_log2, CONFIG.speculative_exps)
-    total = state.total * alpha + thread_row_sum(p)
-    l = with_last_sum(state)  # noqa: E741
-    products, others = gemm_wait_with(products, (p, alpha, row_base, total, l))
-    acc = add_products(state, context, products, count, CONFIG)
-    consumer_release(v_transposed.empty, count, CONFIG.transposed_stages)
-    return EightBitState(acc, others[4], rounded(others[0]), others[1], others[2], others[3])
-
-
-@gluon.jit
-def whole_step(
+def mainloop_step(
     state, context, q_i, units, count, tile_count, wg_tile, n, warpgroup: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
     """Step number `count`: scores, p and sums of block n."""
@@ -214,49 +177,48 @@ def whole_step(
     release_keys(context, count, tile_count, n == wg_tile.tile.lo, warpgroup, CONFIG)
     t = scores_of_block(context, s, units, wg_tile, n, CONFIG)
     row_base, alpha, p = softmax.update(state.row_base, t, units.scale_log2, CONFIG.speculative_exps)
-    total = state.total * alpha + thread_row_sum(p)
+    total = in_place(state.total * alpha + thread_row_sum(p))
     consumer_wait(v_transposed, count, CONFIG.transposed_stages)
-    state = EightBitState(state.acc, state.l, rounded(p), alpha, row_base, total)
-    acc = add_products(state, context, (), count, CONFIG)
+    acc, l = add_products(state, alpha, rounded(p), context, count, CONFIG)  # noqa: E741
     consumer_release(v_transposed.empty, count, CONFIG.transposed_stages)
-    return EightBitState(acc, with_last_sum(state), state.p, alpha, row_base, total)
+    return EightBitState(acc, l, row_base, total)
 
 
 @gluon.jit
-def early_products(state, context, count, CONFIG: gl.constexpr):
-    """Issue the products of the last block that are in flight together."""
-    EARLY: gl.constexpr = CONFIG.early
-    products = ()
-    for c in gl.static_range(EARLY):
-        products = products + (value_product(context, state.p, count, c, CONFIG),)
-    return products
+def in_place(x):
+    """x, computed where it stands: if its sums came after the products, p would take registers until then."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1; // in_place", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
-def with_last_sum(state):
-    """l with the last block."""
-    return state.l * state.alpha + gl.convert_layout(thread_sums(state.p), state.l.type.layout, assert_trivial=True)
-
-
-@gluon.jit
-def add_products(state, context, products, count, CONFIG: gl.constexpr):
-    """acc with the last block, of which the first `products` are complete; others follow one after another."""
-    EARLY: gl.constexpr = CONFIG.early
+def add_products(state, alpha, p, context, count, CONFIG: gl.constexpr):
+    """acc and l with a block's p in words. Two products are in flight; that of the sum of p is the last one."""
     CHUNKS: gl.constexpr = CONFIG.value_chunks
+    product = value_product(context, p, count, 0, CONFIG)
     acc = ()
-    for c in gl.static_range(EARLY):
-        acc = acc + (softmax.scaled_sum(state.acc[c], state.alpha, products[c]),)
-    for c in gl.static_range(EARLY, CHUNKS):
-        product = value_product(context, state.p, count, c, CONFIG)
-        product = warpgroup_mma_wait(0, deps=(product,))
-        acc = acc + (softmax.scaled_sum(state.acc[c], state.alpha, product),)
-    return acc
+    for c in gl.static_range(CHUNKS):
+        if c + 1 < CHUNKS:  # noqa: SIM108 - a compile-time branch
+            following = value_product(context, p, count, c + 1, CONFIG)
+        else:
+            following = sum_product(context, p)
+        product = warpgroup_mma_wait(1, deps=(product,))
+        acc = acc + (softmax.scaled_sum(state.acc[c], alpha, product),)
+        product = following
+    sums = column_sums(warpgroup_mma_wait(0, deps=(product,)))
+    return acc, state.l * alpha + gl.convert_layout(sums, state.l.type.layout, assert_trivial=True)
 
 
 @gluon.jit
-def last_sums(state, context, count, CONFIG: gl.constexpr):
-    """acc and l of a program's last tile."""
-    consumer_wait(context.pipelines.v_transposed, count, CONFIG.transposed_stages)
-    products = early_products(state, context, count, CONFIG)
-    products, _ = gemm_wait_with(products, (state.alpha,))
-    return add_products(state, context, products, count, CONFIG), with_last_sum(state)
+def sum_product(context, p):
+    """Issue the sum of p of a block: a quarter in each of 8 equal columns."""
+    zeros = zero_product(SUM_COLUMNS)
+    p = mma_operand(p, zeros)
+    return warpgroup_mma(p, context.quarters.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def column_sums(product):
+    """`[M, 4]` of the product of `sum_product`: a quarter for each thread of a row."""
+    return gl.max(gl.max(thread_view(product), 3), 1)

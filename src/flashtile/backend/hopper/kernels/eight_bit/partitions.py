@@ -1,4 +1,4 @@
-"""Warp specialization with one more warpgroup, which transposes values."""
+"""Warp specialization with more warps, which transpose values."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def run_partitions(
     _generator: Any = None,
 ) -> None:
     """Run `consumer` in each of CONFIG's warpgroups, whose first argument is its number, beside the partition
-    `transpose` of a warpgroup and `warps` of one warp each.
+    `transpose` and `warps` of one warp each.
     """
     config = _core._unwrap_if_constexpr(CONFIG)
     more = config.num_warpgroups - 1
@@ -25,7 +25,7 @@ def run_partitions(
     consumers = [_core.tuple([consumer, _core.tuple([gl.constexpr(n), *arguments])]) for n in numbers]
     gl.warp_specialize(
         [*consumers, transpose, *warps],
-        [4] * more + [4] + [1] * len(warps),
+        [4] * more + [config.transpose_warps] + [1] * len(warps),
         [config.consumer_registers] * more + [config.transpose_registers] + [config.producer_registers] * len(warps),
         _semantic=_semantic,
         _generator=_generator,

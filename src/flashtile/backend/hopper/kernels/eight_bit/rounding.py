@@ -45,37 +45,3 @@ def bytes_of_words(n):
     lanes = [[0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [1, 0, 0, 0, 0], [2, 0, 0, 0, 0], [4, 0, 0, 0, 0]]
     warps = [[16, 0, 0, 0, 0], [32, 0, 0, 0, 0]]
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [64, n, 4, 2, 2])
-
-
-@gluon.jit
-def thread_sums(words):
-    """`[M, 4]` of words `[M, n, 4]`: the sum of the numbers of each thread, in float16, which holds their exponents."""
-    N: gl.constexpr = words.shape[1]
-    x = gl.convert_layout(words, words_by_row(N), assert_trivial=True)
-    x = gl.inline_asm_elementwise(sums_asm(N), sums_constraints(N), [x], dtype=gl.float32, is_pure=True, pack=2 * N)
-    return gl.sum(x, 1)
-
-
-@constexpr_function
-def words_by_row(n):
-    """Layout of words in which a thread's registers alternate between its two rows."""
-    registers = [[8, 0, 0], *([0, 1 << k, 0] for k in range(n.bit_length() - 1))]
-    lanes = [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0, 0], [32, 0, 0]], [], [64, n, 4])
-
-
-@constexpr_function
-def sums_constraints(n):
-    return ",".join(["=&f"] * (2 * n) + ["r"] * (2 * n))
-
-
-@constexpr_function
-def sums_asm(n):
-    """Registers 0 and 1 are the sums of the two rows, the others 0."""
-    lines = "{ // thread_sums\n.reg .b16 a, b; .reg .b32 x, y, s; .reg .f32 f, h;\n"
-    for row in range(2):
-        for k in range(n):
-            lines += f"mov.b32 {{a, b}}, ${2 * n + 2 * k + row}; cvt.rn.f16x2.e4m3x2 x, a; cvt.rn.f16x2.e4m3x2 y, b;\n"
-            lines += "add.rn.f16x2 s, x, y;\n" if k == 0 else "add.rn.f16x2 x, x, y; add.rn.f16x2 s, s, x;\n"
-        lines += f"mov.b32 {{a, b}}, s; cvt.f32.f16 f, a; cvt.f32.f16 h, b; add.f32 ${row}, f, h;\n"
-    return lines + "".join(f"mov.f32 ${k}, 0f00000000;\n" for k in range(2, 2 * n)) + "}"

@@ -15,48 +15,43 @@ from ..shared.compat import reinterpret_smem, thread_barrier
 from ..shared.pipeline import as_matrix, consumer_release, consumer_wait, producer_acquire, stage_of
 from ..shared.tile_scheduler import pop_tile
 
-PANEL = gl.constexpr(64)  # words of a row of shared memory
-
 
 @gluon.jit
-def transpose_warpgroup(pipelines, queue, CONFIG: gl.constexpr):
-    """The partition that transposes values. Where sums are late, the first step of the consumers has none: block n is
-    number n + 1 of transposed ones.
-    """
+def transpose_warps(pipelines, queue, CONFIG: gl.constexpr):
+    """The partition that transposes values."""
     STAGES: gl.constexpr = CONFIG.v_stages
-    LATE: gl.constexpr = 1 if CONFIG.early > 0 else 0
     TRANSPOSED_STAGES: gl.constexpr = CONFIG.transposed_stages
     v, transposed = pipelines.v, pipelines.v_transposed
-    if LATE > 0:
-        mbarrier.arrive(transposed.full.index(0), count=1)
     tile_count = 0
     count = 0
     tile = pop_tile(queue, 0)
     while tile.b >= 0:
         for _ in range(tile.hi - tile.lo):
             consumer_wait(v, count, STAGES)
-            producer_acquire(transposed.empty, count + LATE, TRANSPOSED_STAGES)
+            producer_acquire(transposed.empty, count, TRANSPOSED_STAGES)
             source, target = (
                 v.data[0].index(stage_of(count, STAGES)),
-                transposed.data[0].index(stage_of(count + LATE, TRANSPOSED_STAGES)),
+                transposed.data[0].index(stage_of(count, TRANSPOSED_STAGES)),
             )
-            transpose_block(as_matrix(source), target, CONFIG.block_n, CONFIG.head_dim_v.width)
+            transpose_block(as_matrix(source), target, CONFIG)
             consumer_release(v.empty, count, STAGES)
             fence_async_shared()
             thread_barrier()
-            mbarrier.arrive(transposed.full.index(stage_of(count + LATE, TRANSPOSED_STAGES)), count=1)
+            mbarrier.arrive(transposed.full.index(stage_of(count, TRANSPOSED_STAGES)), count=1)
             count += 1
         tile_count += 1
         tile = pop_tile(queue, tile_count)
 
 
 @gluon.jit
-def transpose_block(source, target, KEYS: gl.constexpr, WIDTH: gl.constexpr):
-    """Write `source [KEYS, WIDTH]` to `target [WIDTH, KEYS]`."""
-    WORDS: gl.constexpr = min(WIDTH // 2, PANEL)
+def transpose_block(source, target, CONFIG: gl.constexpr):
+    """Write `source [keys, features]` to `target [features, keys]`, some words at a time."""
+    KEYS: gl.constexpr = CONFIG.block_n
+    WIDTH: gl.constexpr = CONFIG.head_dim_v.width
+    WORDS: gl.constexpr = CONFIG.transposed_words
     words = reinterpret_smem(source, gl.int16, [KEYS, WIDTH // 2], panel_layout(min(WIDTH, 128)))
     transposed = reinterpret_smem(target, gl.int16, [WIDTH, KEYS // 2], panel_layout(min(KEYS, 128)))
-    layout: gl.constexpr = words_of_threads(KEYS, WORDS)
+    layout: gl.constexpr = words_of_threads(KEYS, WORDS, CONFIG.transpose_warps)
     for first in gl.static_range(0, WIDTH // 2, WORDS):
         part = words if WORDS == WIDTH // 2 else words.slice(first, WORDS, dim=1)
         x = with_bytes_of_features(part.load(layout))
@@ -73,13 +68,15 @@ def panel_layout(width):
 
 
 @constexpr_function
-def words_of_threads(keys, words):
+def words_of_threads(keys, words, num_warps):
     """Layout of `[keys, words]` that `ldmatrix` gives when it transposes; a thread's first four words are two keys and
     those 8 further.
     """
     rest = [[n, 0] for n in powers(16, keys)] + [[0, n] for n in powers(8, words)]
     lanes = [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]]
-    return gl.DistributedLinearLayout([[1, 0], [8, 0], *rest[2:]], lanes, rest[:2], [], [keys, words])
+    of_warps = num_warps.bit_length() - 1
+    registers = [[1, 0], [8, 0], *rest[of_warps:]]
+    return gl.DistributedLinearLayout(registers, lanes, rest[:of_warps], [], [keys, words])
 
 
 @constexpr_function
