@@ -13,11 +13,7 @@ from torch import Tensor
 import flashtile
 from flashtile.backend.triton.launch import second_blocks
 from flashtile.backend.triton.plan import candidates
-from flashtile.call.call import Call, Needs
-from flashtile.call.plan import Plan
-from flashtile.call.problem import Problem
-from flashtile.dispatch import operators
-from flashtile.dispatch.planner import forget_plans, plan
+from flashtile.dispatch.planner import forget_plans
 from flashtile.testing.poison import poisoned_allocation
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
@@ -73,26 +69,6 @@ def test_features(name: str, dtype: torch.dtype, sizes: tuple[int, int]) -> None
         found, passes = by_autograd(inputs, along, dout, "triton", **arguments)
     assert ("second", "triton") in passes
     assert_close(found, exact(inputs, along, dout, name), dtype)
-
-
-def test_forward_mode_of_another_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels read its results."""
-    planned, firsts = operators.plan_call, []
-
-    def with_first(call: Call, *, needs: Needs | None = None, moves: Needs | None = None) -> Plan:
-        found = planned(call, needs=needs, moves=moves)
-        if needs is None or moves is None:
-            return found
-        firsts.append(plan(Problem.describe(call), call.tensors.q.device, "tiled", moves=moves))
-        return found._replace(first=firsts[-1])
-
-    monkeypatch.setattr(operators, "plan_call", with_first)
-    inputs, along, dout = tensors(torch.float16, 24, 16)
-    with poisoned_allocation():
-        found, passes = by_autograd(inputs, along, dout, "triton", causal=True)
-    assert ("second", "triton") in passes
-    assert [x.backend for x in firsts] == ["tiled"]
-    assert_close(found, exact(inputs, along, dout, "causal"), torch.float16)
 
 
 @pytest.fixture

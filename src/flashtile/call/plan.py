@@ -26,7 +26,6 @@ class Plan(NamedTuple):
     why: tuple[tuple[str, str], ...]
     rest: "Rest | None" = None  # rest of a backward pass, where a second backend computes some of the gradients
     microseconds: float = 0.0  # that it is expected to take; on a CPU, on one thread
-    first: "Plan | None" = None  # forward mode before a second derivative, where another backend is faster
 
 
 class Rest(NamedTuple):

@@ -324,8 +324,7 @@ def run_second(
     call = call.with_own_indices()
     chosen = plan_call(call, needs=needs, moves=along.moves)
     with inside_operator(call):
-        first = () if chosen.first is None else function_of(chosen.first, "tangents")(chosen.first, call, along)
-        tout, tlse, gradients = function_of(chosen, "second")(chosen, call, along, needs, dout, dlse, *first)
+        tout, tlse, gradients = function_of(chosen, "second")(chosen, call, along, needs, dout, dlse)
     if counting.opened:
         count(call, chosen, "second")
     inputs = call.tensors.flat()

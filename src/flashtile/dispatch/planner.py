@@ -103,7 +103,6 @@ def count(call: Call, chosen: Plan, direction: str) -> None:
         why.append("named by `backend`")
     elif os.environ.get(BACKEND_VARIABLE, "auto") != "auto":
         why.append(f"named by {BACKEND_VARIABLE}")
-    why += [] if chosen.first is None else [f"forward mode: {chosen.first.backend}"]
     if chosen.rest is not None:
         why += [f"gradient of {name}: {backend}" for name, backend in chosen.rest.in_words().items()]
     layout = "attention" if call.layout == "dense" else "attention_varlen"
@@ -141,9 +140,6 @@ def _plan(problem: Problem, device: Device, backend: str, needs: Needs | None, m
     if backend != "auto" and moves is not None:
         names = with_tangents_after(backend, lambda name: declines(name, needs) is None)
     chosen, reasons = fastest(names, declines, problem, device, needs, moves)
-    if chosen is not None and None not in (needs, moves) and getattr(chosen.tile, "tangents", None) is not None:
-        first, _ = fastest(names, declines, problem, device, None, moves)
-        return chosen._replace(first=None if first is None or first.backend in (chosen.backend, "tiled") else first)
     if chosen is not None:
         return chosen
     asked = "no backend takes this call" if backend == "auto" else f"backend {backend!r} does not take this call"

@@ -109,17 +109,3 @@ def test_memory_grows_with_length(head_dim: int) -> None:
 
     peak(2048)
     assert peak(16384) < 4.5 * peak(4096)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_forward_mode_by_another_backend(causal: bool) -> None:
-    """At 128 features, Hopper's kernel is the faster one."""
-    inputs, along, dout = tensors(torch.bfloat16, (1, 2, 700, 700), 128, 3)
-    keys = torch.arange(700, device="cuda")
-    hidden = torch.where(causal & (keys > keys[:, None]), -torch.inf, 0.0).expand(1, 1, 700, 700)
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    first = torch.autograd.grad(flashtile.attention(*leaves, causal=causal), leaves, dout, create_graph=True)
-    with flashtile.calls() as counts, poisoned_allocation():
-        found = torch.autograd.grad(first, leaves, along)
-    assert "forward mode: hopper" in str(counts), str(counts)
-    assert_close(list(found), second_derivative(inputs, along, dout, hidden), torch.bfloat16)

@@ -41,16 +41,15 @@ def record_tangents(plan: Plan, call: Call, tangents: Tangents) -> tuple[Any, tu
 
 
 def second(
-    plan: Plan, call: Call, along: Tangents, needs: Needs, dout: Tensor | None, dlse: Tensor | None, *results: Tensor
+    plan: Plan, call: Call, along: Tangents, needs: Needs, dout: Tensor | None, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Gradients]:
-    """The pass, from the results of forward mode if another backend has computed those."""
     if isinstance(plan.tile.second, BlockedSecond):  # neither is needed by other passes
         from .launch.second_blocks import launch_second_blocks as launch_second
     else:
         from .launch.second import launch_second
 
     moving = [x for x in along.flat() if x is not None]
-    inputs = (*call.inputs, *moving, dout, dlse, *results)
+    inputs = (*call.inputs, *moving, dout, dlse)
     tout, tlse, *gradients = replay.run(inputs, launch_second, plan, call, along.moves, needs)
     return tout, tlse, Gradients.from_flat(gradients)  # type: ignore[return-value]
 

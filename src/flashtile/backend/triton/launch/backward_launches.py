@@ -86,12 +86,9 @@ class BackwardLaunches:
         return block_lists(self.recorder, self.call, *sizes, states, of_keys=of_keys)
 
     def preprocess(self, rows: Rows) -> None:
-        """Launch `preprocess_kernel` for what follows."""
-        self.row_stats = self.row_statistics(rows)
-        self.pointers = {**self.pointers, "row_stats": Described(self.row_stats, Tensor.view, torch.int64)}
-
-    def row_statistics(self, rows: Rows) -> Tensor:
-        """Two values a row, `[B, H, S, 2]` or `[H, T, 2]` with an even S or T; four of natural scores."""
+        """Launch `preprocess_kernel`: two values a row, `[B, H, S, 2]` or `[H, T, 2]` with an even S or T; four of
+        natural scores.
+        """
         out, lse, _, dlse = rows
         *leading, total_q = lse.shape
         values = 4 if self.call.keeps_residual else 2
@@ -116,7 +113,8 @@ class BackwardLaunches:
             "num_warps": 4,
         }
         self.recorder.launch(PREPROCESS, pointers, programs, scalars)
-        return row_stats
+        self.row_stats = row_stats
+        self.pointers = {**self.pointers, "row_stats": Described(row_stats, Tensor.view, torch.int64)}
 
     def dkdv(self, config: KernelConfig) -> tuple[Tensor, Tensor]:
         """dk and dv, by position where keys are paged."""

@@ -25,24 +25,23 @@ NO_FEATURES = dict.fromkeys(("dbias", "dslopes", "dsinks"))
 
 def launch_second(recorder: Recorder, plan: Plan, call: Call, moves: Needs, needs: Needs) -> Results:
     """Record the passes; the recorder's inputs are the call's, the directions of inputs that `moves` names, then dout
-    and dlse, and the results of forward mode, if another backend has computed them. Returns the tangents of out and
-    lse, and then the gradients that `needs` asks for, flat.
+    and dlse. Returns the tangents of out and lse, and then the gradients that `needs` asks for, flat.
     """
     num_inputs = len(call.tensors.flat())
-    given = iter(recorder.inputs[num_inputs:])
+    given = iter(recorder.inputs[num_inputs:-2])
     along = Tangents.from_flat([next(given) if moving else None for moving in moves.flat()])
-    dout, dlse, *results = given
-    out, row_stats, tout, tlse = results or launch_tangents(recorder, plan, call, moves)
+    out, row_stats, tout, tlse = launch_tangents(recorder, plan, call, moves)
     assert out is not None
     assert row_stats is not None
     assert tlse is not None
+    *_, dout, dlse = recorder.inputs
     dout = recorder.op(no_gradient, out) if dout is None else recorder.op(rows_last, dout)
     call = with_contiguous_keys(recorder, call._replace(tensors=Tensors.from_flat(recorder.inputs[:num_inputs])))
     launches = BackwardLaunches(recorder, call, dout, None)
     lse = recorder.op(lse_of, out, row_stats)
     residual = recorder.op(residual_of, row_stats) if call.keeps_residual else None
     launches.preprocess(Rows(out, lse, residual, dlse))
-    product = products_with(launches, lse, tout)
+    product = recorder.op(row_products, dout, tout)
     directions = Directions(launches, along, tlse, product)
     dq = directions.of_rows(plan.tile.second[0], moves) if needs.q else None
     dk, dv = directions.of_keys(plan.tile.second[1], moves) if needs.k or needs.v else (None, None)
@@ -64,14 +63,10 @@ def sink_gradient(
     return launches.recorder.op(second_from_row_stats, launches.row_stats, sinks, along.sinks, *of_rows)
 
 
-def products_with(launches: BackwardLaunches, lse: Tensor, tout: Tensor) -> Tensor:
-    """`<dout, tout>` of each row, fp32, shaped as lse."""
-    return launches.recorder.op(deltas, lse, launches.row_statistics(Rows(tout, lse, None, None)))
-
-
-def deltas(lse: Tensor, row_stats: Tensor) -> Tensor:
-    """The second statistic of each row."""
-    return row_stats[..., : lse.shape[-1], 1].contiguous()
+def row_products(dout: Tensor, tout: Tensor) -> Tensor:
+    """`<dout, tout>` of each row, fp32, as lse: `[B, H, S]`, or `[H, T]` of packed rows."""
+    products = (dout.float() * tout.float()).sum(dim=-1)
+    return products.contiguous() if products.dim() == 3 else products.t().contiguous()
 
 
 class Directions:

@@ -24,7 +24,7 @@ from . import arguments as args
 from .backward_launches import BackwardLaunches, Rows
 from .forward import launch_attention
 from .gradients import lse_of, no_gradient, residual_of
-from .second import NO_FEATURES, STILL, products_with, sink_gradient
+from .second import NO_FEATURES, STILL, row_products, sink_gradient
 from .tangents import absent, constants
 
 WEIGHTS, COMPLETE = (
@@ -122,7 +122,7 @@ class Blocks:
         if self.ranges:
             self.over_ranges(tout, tlse, dq, *sums)
         dk, dv = (None if x is None else self.recorder.op(partial(rounded, dtype), x) for x in sums)
-        product = products_with(self.launches, rows.lse, tout) if needs.sinks else tlse
+        product = self.recorder.op(row_products, self.launches.dout, tout) if needs.sinks else tlse
         dsinks = sink_gradient(self.launches, self.moving, needs, rows, tlse, product)
         others = (None,) * len(self.call.tensors.score_mod_tensors)  # a mask function's
         return tout, tlse, *Gradients(q=dq, k=dk, v=dv, sinks=dsinks, score_mod_tensors=others).flat()
