@@ -9,8 +9,8 @@ memory instead: on a GPU, MiB that the derivative allocates beyond its inputs an
 With `--sweep benchmarks/derivatives.toml`, on a GPU: device time of `torch.func.jvp` of the kernel, of dense attention
 and of the forward pass alone, for each cell of the file, with TFLOP/s counted as three forward passes, and peak MiB
 beyond inputs and results. `--tiles 64x64x4x2,...` times Triton's kernel with other tiles of rows, keys, warps and
-stages; `--candidates` times all kernels of both backends that could have a width, on one long call each; most of its
-time compiles them.
+stages, and with `m` before them the one of mma.sync; `--candidates` times all kernels of both backends that could have
+a width, on one long call each; most of its time compiles them.
 """
 
 import contextlib
@@ -222,7 +222,8 @@ def forced(way: str | TangentsConfig) -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.dict(os.environ, {BACKEND_VARIABLE: backend}))
         if isinstance(way, str):
-            tile = KernelConfig(*(int(n) for n in way.split("x")))  # type: ignore[arg-type]
+            sizes = (int(n) for n in way.removeprefix("m").split("x"))
+            tile = KernelConfig(*sizes, mma=way.startswith("m"))  # type: ignore[arg-type]
             patches.enter_context(mock.patch.object(candidates, "tangent_tiles", return_value=(tile,)))
         else:
             widths = way.head_dim.width, way.head_dim_v.width

@@ -1,8 +1,9 @@
-"""Rates of the kernels of forward mode from measured calls: `python benchmarks/tangent_rates.py FILE.csv`.
+"""Rates of the kernels of forward mode from measured calls: `python benchmarks/tangent_rates.py FILE.csv [sm_80]`.
 
 The file is what `benchmarks/derivatives.py --sweep FILE --candidates` or `--tiles` has printed on an H200. A kernel's
 step takes what is left of a call's time, at the other rates of an H100; a tile and an edge take as many steps as usual.
-Prints the lines of `src/flashtile/rates/h100.toml` for kernels that plans may choose. They hold until
+Prints the lines of `src/flashtile/rates/h100.toml` for kernels that plans may choose, or with an older architecture,
+as which they were compiled, of that one's file. They hold until
 `flashtile calibrate --only tangents` has measured more calls.
 """
 
@@ -31,7 +32,7 @@ H200 = Device("cuda", "NVIDIA H200", "sm_90", 132, clock=1980, bandwidth=4.8e6)
 STEPS = 60  # of a bisection
 
 
-def cost_of(cell: str, label: str) -> Cost | None:
+def cost_of(cell: str, label: str, device: Device) -> Cost | None:
     """The work of a dense call without a mask, by one kernel; `None` if no plan has that."""
     shape, *dtype = cell.split()
     batch, heads, tokens, dim = map(int, shape.split("x"))
@@ -39,10 +40,11 @@ def cost_of(cell: str, label: str) -> Cost | None:
     problem = Problem.describe(described_call(q, q, q, None, None, {})).bucketed()
     backend, way = label.split(" ", 1)
     if backend == "triton":
-        tile = KernelConfig(*map(int, way.split("x")))  # type: ignore[arg-type]
-        if tile not in tangent_tiles(problem, H200):
+        sizes = map(int, way.removeprefix("m").split("x"))
+        tile = KernelConfig(*sizes, mma=way.startswith("m"))  # type: ignore[arg-type]
+        if tile not in tangent_tiles(problem, device):
             return None
-        return triton_cost.tangents(problem, H200, TileConfig(tile, tile, tile, tangents=tile), QKV)
+        return triton_cost.tangents(problem, device, TileConfig(tile, tile, tile, tangents=tile), QKV)
     config = next(x for x in OF_HOPPER[dim] if label_of(x) == way)
     if config not in hopper_tables.TANGENTS.get((dim, dim), ()):
         return None
@@ -65,10 +67,11 @@ def step_of(cost: Cost, microseconds: float, like: Rates) -> tuple[str, float]:
     return kernel, low
 
 
-def lines(file: Path) -> list[str]:
-    steps, like = defaultdict(list), rates_of_like(H200)
+def lines(file: Path, arch: str) -> list[str]:
+    device = H200 if arch == H200.arch else H200._replace(name=f"{arch} on {H200.name}", arch=arch)
+    steps, like = defaultdict(list), rates_of_like(device)
     for row in csv.DictReader(file.read_text().splitlines()):
-        if (cost := cost_of(row["cell"], row["backend, tile"])) is not None:
+        if (cost := cost_of(row["cell"], row["backend, tile"], device)) is not None:
             kernel, step = step_of(cost, 1e3 * float(row["jvp ms"]), like)
             steps[kernel].append(step)
     found = []
@@ -79,4 +82,4 @@ def lines(file: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(lines(Path(sys.argv[1]))))
+    print("\n".join(lines(Path(sys.argv[1]), *(sys.argv[2:] or [H200.arch]))))

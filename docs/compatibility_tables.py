@@ -55,7 +55,7 @@ def loops_of(kernels: list[dict[str, str]]) -> list[str]:
     products = Counter(name for x in kernels if (name := x.get("products")))
     if not products:
         return ["", ""]
-    spilling = sum(int(x["spills"]) > 0 for x in kernels)
+    spilling = sum(int(x["spills"] or 0) > 0 for x in kernels)
     return [f"`{products.most_common(1)[0][0]}`", f"{spilling} of {products.total()}"]
 
 

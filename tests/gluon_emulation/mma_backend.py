@@ -58,6 +58,9 @@ def emulated(tile: TileConfig, seed: int = 0, folder: Path = FOLDER) -> Iterator
         launched.append(kernel.__module__.rpartition("kernels.")[2])
         Machine(seed + len(launched)).run(kernel, programs, arguments)
 
+    def chosen(*_: Any) -> list[Candidate]:
+        return [Candidate(tile, 1, 0.0)]
+
     def replayable(*given: Any) -> Step:
         launch(*given)
         return lambda tensors: launch(*given[:-1], tensors)
@@ -66,7 +69,7 @@ def emulated(tile: TileConfig, seed: int = 0, folder: Path = FOLDER) -> Iterator
         mock.patch.multiple(replay, launch=launch, replayable=replayable),
         mock.patch.object(planner, "describe_device", return_value=DEVICE),
         mock.patch.object(passes, "entry_of", lambda name: kernels if name == "triton" else entry_of(name)),
-        mock.patch.multiple(support, unusable=lambda: None, candidates=lambda *_: [Candidate(tile, 1, 0.0)]),
+        mock.patch.multiple(support, unusable=lambda: None, candidates=chosen, tangent_candidates=chosen),
     ):
         fast_path.forget()
         try:

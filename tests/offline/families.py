@@ -15,7 +15,8 @@ FAMILIES = (
     "short everything", "few rows", "few keys", "packed",
     "packed, hdim 48 apart", "packed everything", "paged", "one query",
     "hdim 40/1, twenty queries", "hdim 512, sixteen rows", "bias, hdim 32, whole blocks",
-    "latent rows, 16 heads", "latent rows, 32 heads", "latent rows, 128 heads",
+    "latent rows, 16 heads", "latent rows, 32 heads", "latent rows, 128 heads", "latent words, 16 heads",
+    "latent words, 128 heads", "latent words of 656 bytes, 128 heads",
     "batch-invariant", "batch-invariant, one query",
 )  # fmt: skip
 
@@ -49,6 +50,9 @@ def latent_call(heads: int, dtype: torch.dtype = torch.bfloat16) -> Call:
 def call_of_family(name: str) -> Call:
     if name.startswith("latent rows"):
         return latent_call(int(name.split()[2]))
+    if name.startswith("latent words"):
+        dtype = torch.uint8 if "bytes" in name else torch.float8_e4m3fn
+        return latent_call(int(name.split()[-2]), dtype)
     if name.startswith("batch-invariant"):
         rows = 1 if name.endswith("one query") else 300
         q, k = (torch.empty(2, heads, n, 128, dtype=torch.bfloat16) for heads, n in ((8, rows), (2, 500)))

@@ -112,7 +112,8 @@ def described(plan: Plan, subject: Subject) -> str:
 def words_of_tangents(plan: Plan) -> str:
     x = plan.tile.tangents
     if plan.backend == "triton":
-        return f"{x.block_m}x{x.block_n}x{x.num_warps}x{x.num_stages} splits {plan.num_splits}"
+        mma = " mma" * x.mma
+        return f"{x.block_m}x{x.block_n}x{x.num_warps}x{x.num_stages}{mma} splits {plan.num_splits}"
     return f"{x.block_m}x{x.block_n}x{x.kv_stages} heads {x.heads_at_once} splits {plan.num_splits}"
 
 

@@ -76,8 +76,8 @@ def measure(cell: Cell, device: torch.device) -> Row:
     graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
     refused: dict[str, str] = {}
     first: torch.Tensor | None = None
-    torch.manual_seed(0)  # tangents are drawn
     for name, plan in plans(subject):
+        torch.manual_seed(0)  # tangents are drawn for each
         try:
             run = runner(subject, plan, forward)
             result = run().float()

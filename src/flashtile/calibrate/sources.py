@@ -20,7 +20,7 @@ KERNELS: dict[tuple[str, str], tuple[str, ...]] = {  # files that kernels are de
     ("cpu", "backward"): ("backward",),
     ("mma", "forward"): ("mma/forward",),
     ("mma", "backward"): ("mma/backward", "mma/from_sums"),
-    ("mma", "tangents"): (),
+    ("mma", "tangents"): ("mma/tangents",),
 }
 
 

@@ -1,5 +1,6 @@
 """Forward mode on a GPU: `pytest -m gpu tests/backend/triton/test_tangents_gpu.py`."""
 
+import os
 from typing import Any
 from unittest import mock
 
@@ -8,6 +9,7 @@ import torch
 from variants import VARIANTS
 
 import flashtile
+from flashtile.as_arch import ARCH_VARIABLE
 from flashtile.backend.triton.plan import candidates
 from flashtile.backend.triton.tile_config import KernelConfig
 from flashtile.bench.allocation import live_and_peak_bytes
@@ -69,6 +71,22 @@ def test_every_tile(tile: KernelConfig, head_dim: int) -> None:
             pytest.skip(str(error))
         finally:
             fast_path.forget()
+
+
+@pytest.mark.skipif(os.environ.get(ARCH_VARIABLE) is None, reason=f"for {ARCH_VARIABLE}=sm_80")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_by_mma(name: str) -> None:
+    """By the kernel for chips with mma.sync, where it takes the call."""
+    plain = candidates.tangent_tiles
+
+    def tiles(*given: Any) -> tuple[KernelConfig, ...]:
+        return tuple(x for x in plain(*given) if x.mma)[:1] or plain(*given)
+
+    fast_path.forget()
+    with mock.patch.object(candidates, "tangent_tiles", tiles):
+        cases = [VARIANTS[name].case(seed, "cuda") for seed in range(PROBLEMS)]
+        assert not [x for case in cases for x in failures(moving(case))]
+    fast_path.forget()
 
 
 @pytest.mark.parametrize("names", [("q",), ("k",), ("v",), ("q", "k"), ("q", "v")])

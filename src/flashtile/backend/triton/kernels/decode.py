@@ -224,15 +224,16 @@ def merge_parts(partials, out, lse, residual, params, b, work, slot, first, stop
         run, merged = Run(sink, tl.where(sink == -INFINITY, 0.0, 1.0)), tl.zeros([ROWS, WIDTH], tl.float32)
         for start in range(first, stop, AT_ONCE):
             for part in tl.static_range(AT_ONCE):
-                # Loads from the L2 cache, which all cores share.
-                counts = exists & (none + (start + part) < stop)
-                partial_row = (slot + start + part) * params.lengths.num_heads_q + head
+                # Loads from the L2 cache, which all cores share. After the last part it is loaded again: ptxas has too
+                # few predicates to start sixteen loads of other conditions before the first one ends.
+                counts = none + (start + part) < stop
+                partial_row = (slot + tl.minimum(start + part, stop - 1)) * params.lengths.num_heads_q + head
                 partial_out = partials.partial_out + partial_row * DV + d
-                y = tl.load(partial_out, mask=counts & (d < DV), other=0.0, cache_modifier=".cg")
-                x = tl.load(partials.partial_lse + partial_row, mask=counts, other=0.0, cache_modifier=".cg")
+                y = tl.load(partial_out, mask=exists & (d < DV), other=0.0, cache_modifier=".cg")
+                x = tl.load(partials.partial_lse + partial_row, mask=exists, other=0.0, cache_modifier=".cg")
                 r = 0.0
                 if NATURAL:
-                    r = tl.load(partials.partial_residual + partial_row, mask=counts, other=0.0, cache_modifier=".cg")
+                    r = tl.load(partials.partial_residual + partial_row, mask=exists, other=0.0, cache_modifier=".cg")
                 new, alpha, weight = after_part(run, x, r)
                 run = Run(tl.where(counts, new.m, run.m), tl.where(counts, new.total, run.total))
                 grown = tl.fma(y, tl.broadcast_to(weight, [ROWS, WIDTH]), merged * alpha)

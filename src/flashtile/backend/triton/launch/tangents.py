@@ -23,7 +23,7 @@ from .formulas import launch
 from .gradients import residual_of
 from .semaphores import new_semaphores
 
-TANGENTS = Kernel(f"{KERNELS}.tangents", "tangents_kernel")
+TANGENTS, TANGENTS_MMA = (Kernel(f"{KERNELS}.{name}", "tangents_kernel") for name in ("tangents", "mma.tangents"))
 PARTIALS = ("partial_out", "partial_dout", "partial_lse", "partial_dlse", "partial_residual", "semaphores")
 
 
@@ -40,14 +40,19 @@ def launch_tangents(recorder: Recorder, plan: Plan, call: Call, moves: Needs) ->
     lse = split_row_stats(q, row_stats)[0]
     dlse = args.new_result(recorder, call, q.new_empty(lse_shape(q), dtype=torch.float32), 0)
     out, dout = (args.new_result(recorder, call, new_rows(t.q, q.shape[1], v.shape[-1], q.dtype), 0) for _ in range(2))
-    align = args.alignment([x for x in (q, k, v, out, dout, dq, dk, dv) if x is not None])
+    rows = [x for x in (q, k, v, out, dout, dq, dk, dv) if x is not None]
+    if config.mma and (call.settings.requested_splits is not None or not all(map(args.is_aligned, rows))):
+        config = plan.tile.given_splits
+        assert config is not None
+    align = args.alignment(rows)
     tiles = args.num_tiles(call, config.block_m)
     programs, splits = tiles * q.shape[1] * args.dense_batch(q), splits_of(call, plan.num_splits, config.block_n)
     lists, list_strides = block_lists(recorder, call, config.block_m, config.block_n, None) if splits == 1 else ({}, {})
-    partials: dict[str, Tensor | None] = dict.fromkeys(PARTIALS)
+    partials: dict[str, Tensor | None] = {} if config.mma else dict.fromkeys(PARTIALS)
+    turns = {"heads_at_once": args.heads_at_once(call, q.shape[1] * args.dense_batch(q))} if config.mma else {}
     if splits > 1:  # with the rows of lse: [splits, B, H, S, Dv] or [splits, H, T, Dv]
-        rows = ["partial_lse", "partial_dlse", *["partial_residual"] * call.keeps_residual]
-        layouts = dict.fromkeys(rows, ((splits, *lse.shape), torch.float32))
+        stats = ["partial_lse", "partial_dlse", *["partial_residual"] * call.keeps_residual]
+        layouts = dict.fromkeys(stats, ((splits, *lse.shape), torch.float32))
         wide = ((splits, *lse.shape, v.shape[-1]), torch.float32)
         partials |= recorder.workspace(row_stats, {"partial_out": wide, "partial_dout": wide} | layouts)
         partials["semaphores"] = recorder.op(partial(new_semaphores, q.device, programs))
@@ -63,7 +68,7 @@ def launch_tangents(recorder: Recorder, plan: Plan, call: Call, moves: Needs) ->
     launch(
         recorder,
         call,
-        TANGENTS,
+        TANGENTS_MMA if config.mma else TANGENTS,
         args.pointers(recorder, call, q, k, v)
         | results
         | partials
@@ -85,7 +90,8 @@ def launch_tangents(recorder: Recorder, plan: Plan, call: Call, moves: Needs) ->
             **lse_strides(lse),
             "stride_dslopes_b": None if (x := tangents.alibi_slopes) is None else x.shape[1] if x.dim() == 2 else 0,
             **constants(call, config, align, moves, splits),
-            "stride_partials_split": None if splits == 1 else lse.numel(),
+            **({} if config.mma else {"stride_partials_split": None if splits == 1 else lse.numel()}),
+            **turns,
             "num_tiles": tiles,
         },
         tangents=captured,

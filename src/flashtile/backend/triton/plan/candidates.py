@@ -52,19 +52,25 @@ def forward(problem: Problem, device: Device) -> Iterator[tuple[TileConfig, int]
 
 def tangents(problem: Problem, device: Device) -> Iterator[tuple[TileConfig, int]]:
     """Tiles of forward with tangents, and numbers of programs that share the keys of a tile."""
-    for tile in tangent_tiles_of(problem, device):
-        assert tile.tangents is not None
-        yield tile, 1
-        if device.type != "cpu":
+    yield from ((tile, 1) for tile in unsplit_tangents(problem, device))
+    for tile in tangents_of(problem, device) if device.type != "cpu" else ():
+        if tile.tangents is not None and not tile.tangents.mma:
             yield from ((tile, n) for n in tangent_splits(tile.tangents, problem, device))
 
 
-def tangent_tiles_of(problem: Problem, device: Device) -> Iterator[TileConfig]:
-    """Tiles for two accumulators, and twice the keys and values in memory."""
-    p, row = problem, row_of(problem, device)
+def unsplit_tangents(problem: Problem, device: Device) -> list[TileConfig]:
+    """The tiles whose programs have all keys of their rows: of the kernel of `kernels.mma`, if it runs the problem."""
+    found = tangents_of(problem, device)
+    return [x for x in found if x.tangents is not None and x.tangents.mma] or found
+
+
+def tangents_of(problem: Problem, device: Device) -> list[TileConfig]:
+    """Tiles for two accumulators. One of `kernels.mma` has another with it, which splits keys and takes any rows."""
+    row = row_of(problem, device)
+    tiles = (row.forward,) if device.type == "cpu" else tangent_tiles(problem, device)
+    other = next((tile for tile in tiles if not tile.mma), row.forward)
     plain = TileConfig(row.forward, row.dkdv, row.dq)
-    tiles = (row.forward,) if device.type == "cpu" else tangent_tiles(p, device)
-    yield from (plain._replace(tangents=tile) for tile in tiles)
+    return [plain._replace(tangents=tile, given_splits=other if tile.mma else None) for tile in tiles]
 
 
 def tangent_splits(tile: KernelConfig, problem: Problem, device: Device) -> list[int]:
@@ -90,7 +96,7 @@ def second(problem: Problem, device: Device) -> Iterator[TileConfig]:
     pair = (tables.INTERPRETER.dq, tables.INTERPRETER.dkdv)
     if device.type != "cpu":
         pair = (second_tile("second rows", chips, p, device), second_tile("second keys", chips, p, device))
-    for plain in tangent_tiles_of(p, device):
+    for plain in unsplit_tangents(p, device):
         yield plain._replace(second=pair)
 
 
@@ -122,7 +128,7 @@ def tangent_tiles(problem: Problem, device: Device) -> tuple[KernelConfig, ...]:
     if needs_room(p, device):
         found = tuple(x._replace(block_n=max(16, x.block_n // 2)) for x in found)
     tiles = dict.fromkeys(within_memory(x, p, device, "tangents", 0) for x in found)
-    return tuple(tiles)
+    return (*tiles, *mma_tiles("tangents", p, device))
 
 
 def forward_tiles(tile: KernelConfig, problem: Problem, device: Device) -> tuple[KernelConfig, ...]:
@@ -191,19 +197,17 @@ def of_float32(plain: TileConfig, problem: Problem) -> Iterator[TileConfig]:
 def more(tile: KernelConfig, kernel: str, problem: Problem, device: Device) -> list[KernelConfig]:
     """The tile, and others of plain calls, on chips with the most shared memory or with mma.sync."""
     p = problem
-    if p.dtype is torch.float32 or needs_room(p, device) or p.softcap or p.score_mod or p.mask_mod:
-        return [tile]
-    if not has_most(p.dtype, device) and device.arch not in MMA_SYNC:
+    measured = has_most(p.dtype, device) or (p.dtype is not torch.float32 and device.arch in MMA_SYNC)
+    if not measured or needs_room(p, device) or p.softcap or p.score_mod or p.mask_mod:
         return [tile]
     others = fitting(kernel, "most" if has_most(p.dtype, device) else "mma.sync", p)
-    return [tile, *(other for other in others if other != tile)]
+    return list(dict.fromkeys((tile, *others)))
 
 
 def mma_tiles(kernel: str, problem: Problem, device: Device) -> list[KernelConfig]:
     """The tiles of a kernel of `kernels.mma` that a chip has the shared memory for."""
-    if not takes_mma(problem, device):
-        return []
-    return [tile for tile in fitting(f"mma {kernel}", "mma.sync", problem) if fits(problem, device, tile, kernel)]
+    found = fitting(f"mma {kernel}", "mma.sync", problem) if takes_mma(problem, device) else ()
+    return [tile for tile in found if fits(problem, device, tile, kernel)]
 
 
 def fitting(kernel: str, chips: str, problem: Problem) -> tuple[KernelConfig, ...]:
@@ -219,9 +223,8 @@ def one_tile(problem: Problem, device: Device) -> list[FusedConfig]:
     block_m, block_n = (max(16, power_of_two(n)) for n in (p.seqlen_q, p.seqlen_k))
     width = width_of(p)
     most_pairs = INTERPRETER_PAIRS if device.type == "cpu" else SHORT_PAIRS if width <= 64 else SHORT_PAIRS // 2
-    if block_m * block_n > most_pairs or max(block_m, block_n) > SHORT_LENGTH:
-        return []
-    if width > (128 if has_most(p.dtype, device) else 64):
+    widest = 128 if has_most(p.dtype, device) else 64
+    if block_m * block_n > most_pairs or max(block_m, block_n) > SHORT_LENGTH or width > widest:
         return []
     stages = 1 if block_m * block_n <= 32 * 32 or not has_most(p.dtype, device) else 2
     return [FusedConfig(KernelConfig(block_m, block_n, 4, stages))]
@@ -301,10 +304,8 @@ def fitted(row: WidthConfigs, problem: Problem, device: Device) -> WidthConfigs:
 def is_biased(problem: Problem, device: Device) -> bool:
     """Whether a call of few features adds a bias for each pair to a plain one of more than a tile."""
     p = problem
-    if p.batch_invariant:  # it depends on lengths
-        return False
-    if min(p.seqlen_q, p.seqlen_k) <= SHORT or is_decoding(p, large_groups=True):
-        return False
+    if p.batch_invariant or min(p.seqlen_q, p.seqlen_k) <= SHORT or is_decoding(p, large_groups=True):
+        return False  # batch-invariant calls have tiles of no length
     return width_of(p) <= tables.BIASED.width and has_most(p.dtype, device) and adds_bias(p, device)
 
 

@@ -55,7 +55,7 @@ def loads_once(problem: Problem, tile: KernelConfig) -> bool:
 def shared_bytes(problem: Problem, tile: KernelConfig, kernel: str) -> int:
     """Shared memory of a program: about what Triton takes, and what a kernel of `kernels.mma` allocates."""
     p = problem
-    if kernel == "tangents":
+    if kernel == "tangents" and not tile.mma:
         loaded = 2 * max(tile.num_stages - 1, 1) * tile.block_n * (p.head_dim + p.head_dim_v)
         return (loaded + 2 * tile.block_m * (p.head_dim + tile.block_n)) * p.dtype.itemsize
     if kernel == "second rows":
@@ -67,6 +67,9 @@ def shared_bytes(problem: Problem, tile: KernelConfig, kernel: str) -> int:
         loaded *= p.dtype.itemsize if p.eight_bit is None else 1
         return loaded + tile.block_m * (p.head_dim + tile.block_n) * p.dtype.itemsize
     width, width_v = (max(16, power_of_two(n)) for n in (p.head_dim, p.head_dim_v))
+    if kernel == "tangents":  # warps that divide columns share probabilities
+        pairs = tile.block_m * tile.block_n if 16 * tile.num_warps > tile.block_m else 0
+        return 4 * (tile.block_m * width + tile.block_n * (width + width_v) + pairs)
     if kernel == "forward":
         return 2 * (tile.block_m * width + tile.num_stages * tile.block_n * (width + width_v))
     rows = tile.num_stages * tile.block_m * (width + width_v + STATISTICS)

@@ -117,7 +117,7 @@ def batch_invariant(
     tile = tile_of(tiles.forward, width, p, device)
     tile = within_memory(tile._replace(block_m=min(tile.block_m, MAX_GROUP)), p, device)
     part_keys = max(LEAST_PART, KEYS_OF_ROW * power_of_two(group_of(p)))
-    few = tile.block_m == TRANSPOSED_ROWS and width_of(p) <= 128 and device.arch.startswith("sm_")
+    few = tile.block_m == TRANSPOSED_ROWS and width_of(p) <= 64 and device.arch.startswith("sm_")
     registers = PART_REGISTERS if few else None
     chosen = tiles._replace(forward=tile, pack_gqa=group_of(p), part_keys=part_keys, part_registers=registers)
     parts = min(-(-p.seqlen_k // part_keys), most_parts(p.num_heads_kv))
