@@ -22,8 +22,8 @@ def test_results(name: str) -> None:
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])
-def test_equal_values_over_128k_keys(width: int) -> None:
-    given = call_of(width, 128, 131072, scales=0)
+def test_equal_values_over_16k_keys(width: int) -> None:
+    given = call_of(width, 128, 16384, scales=0)
     given["v"] = torch.full_like(given["v"].float(), 1.25).to(FP8)
     out, _ = run(on("cuda", given), "hopper")
     assert (out / 1.25 - 1).abs().max() < 1e-3

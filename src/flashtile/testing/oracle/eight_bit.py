@@ -88,17 +88,17 @@ def scales_of_rows(given: dict[str, Any], name: str, sequence: int, rows: Tensor
 
 # What GPUs lose with queries of 8 bits, beside what the contract allows of every dtype.
 WEIGHT = 2.0**-4  # the error of a weight that is rounded to 8 bits, relative to itself
-LEAST_WEIGHT = 2.0**-11  # errors of the smallest weights of a block, together, relative to the block's largest
+LEAST_WEIGHT = 2.0**-16  # the error of a small weight, relative to the row's largest
 SUM = 2.0**-13  # the last bit of a matrix unit's sum
 BLOCK = 128  # keys of a sum in a matrix unit
 
 
-def lost_by_blocks(weights: Tensor, values: Tensor) -> Tensor:
-    """The sum over blocks of keys of the largest weight `[H, Sq, Sk]` times the largest value `[H, Sk, Dv]`: `[H, Sq,
-    Dv]`. Wherever a backend's blocks begin, theirs are among a block's and its neighbors'.
+def lost_by_rows(weights: Tensor, values: Tensor) -> Tensor:
+    """What is lost of weights `[H, Sq, Sk]` that are rounded relative to their row's largest, a sink's among them, in
+    sums of values `[H, Sk, Dv]`: `[H, Sq, Dv]`.
     """
-    padding = -weights.shape[-1] % BLOCK
-    w = torch.nn.functional.pad(weights.abs(), (0, padding)).unflatten(-1, (-1, BLOCK)).amax(-1)  # [H, Sq, blocks]
-    v = torch.nn.functional.pad(values.abs().mT, (0, padding)).unflatten(-1, (-1, BLOCK)).amax(-1)  # [H, Dv, blocks]
-    w, v = (torch.nn.functional.max_pool1d(x, 3, 1, 1) if x.numel() > 0 else x for x in (w, v))
-    return torch.nan_to_num(w) @ torch.nan_to_num(v, posinf=0.0).mT
+    largest = (1 - weights.sum(-1, keepdim=True)).clamp(min=0)  # a sink's
+    if weights.shape[-1] > 0:
+        largest = torch.maximum(largest, weights.amax(-1, keepdim=True))
+    lost = torch.minimum(weights, LEAST_WEIGHT * largest)
+    return torch.nan_to_num(lost) @ torch.nan_to_num(values.abs(), posinf=0.0)

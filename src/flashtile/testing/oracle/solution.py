@@ -17,11 +17,10 @@ from .cache import Cache
 from .eight_bit import (
     BLOCK,
     DESCALES,
-    LEAST_WEIGHT,
     SUM,
     WEIGHT,
     has_eight_bits,
-    lost_by_blocks,
+    lost_by_rows,
     scales,
     scales_of_rows,
 )
@@ -275,7 +274,7 @@ class _Solution:
         self.lse[q_rows], self.A[q_rows] = results.lse.T, results.A.T
         self.sums["out"].add_rows(q_rows, results.out)
         if self.eight_bits:
-            self.lost[q_rows] = LEAST_WEIGHT * self._lost(batch, k_rows, results.kept.value).transpose(0, 1)
+            self.lost[q_rows] = self._lost(batch, k_rows, results.kept.value).transpose(0, 1)
         for total, part in zip(self.slack, results.slack or (), strict=False):
             total[q_rows] = part.transpose(0, 1)
         if self.tangents:
@@ -315,12 +314,9 @@ class _Solution:
         return x if scale is None else x * scale.repeat_interleave(x.shape[1] // scale.shape[1], 1)[..., None]
 
     def _lost(self, batch: int, rows: Tensor, weights: Tensor) -> Tensor:
-        """What small weights of a block may lose, `[Hq, Sq, Dv]`: weights times scales of values are rounded."""
-        v, scale = self.v[rows].transpose(0, 1), self._scales("v", batch, rows)
-        group = weights.shape[0] // v.shape[0]
-        if scale is not None:
-            weights = weights * scale.abs().T.repeat_interleave(group, 0)[:, None]
-        return lost_by_blocks(weights, v.repeat_interleave(group, 0))
+        """What small weights of a row may lose, `[Hq, Sq, Dv]`."""
+        v = self._descaled("v", batch, rows).transpose(0, 1)
+        return lost_by_rows(weights, v.repeat_interleave(weights.shape[0] // v.shape[0], 0))
 
     def _tangents(self, batch: int, q_rows: Tensor, k_rows: Tensor, shape: tuple[int, int, int]) -> InputTangents:
         t, rows = self.tangents, {"q": q_rows, "k": k_rows, "v": k_rows}
