@@ -14,7 +14,7 @@ from flashtile.backend.cpu import jit, targets
 from flashtile.backend.gpu.compiled_once import compiled_once
 from flashtile.backend.user_files import CACHE_VARIABLE
 
-PROCESSES = 4
+PROCESSES = 32
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.3])

@@ -1,6 +1,8 @@
 """The standard set has every kernel, and the kernels of the sweeps."""
 
 import functools
+import itertools
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -13,14 +15,14 @@ pytest.importorskip("triton")
 from forced import first, forced
 from modules import PACKAGE
 
-from flashtile.backend.gpu.kernel import Kernel
+from flashtile.backend.gpu.kernel import Kernel, function_under_jit
 from flashtile.backend.hopper import support as hopper
 from flashtile.backend.hopper.plan import candidates
 from flashtile.bench import sweep
 from flashtile.prebuilt import launches as prebuilt
-from flashtile.prebuilt.build import PINNED, key_of_launch
-from flashtile.prebuilt.launches import device_of, launches
-from flashtile.prebuilt.standard import LEFT_OUT, StandardCall, standard_calls
+from flashtile.prebuilt.build import PINNED, key_of_launch, parameters_of
+from flashtile.prebuilt.launches import device_of, devices_of, launches
+from flashtile.prebuilt.standard import LEFT_OUT, StandardCall, dense, standard_calls, usual
 from flashtile.prebuilt.sweeps import call_of, sweep_calls
 
 H200 = device_of("sm_90")
@@ -77,6 +79,44 @@ def test_the_sweeps_are_covered() -> None:
     assert len(missing) <= (1 - LEAST_COVERED) * len(calls), missing
 
 
+def draws(count: int) -> Iterator[StandardCall]:
+    """Calls of random lengths of workloads of `benchmarks/first_calls.py`."""
+    draw = random.Random(7)
+    kinds = {"gqa": ((32, 8), 128, 6000, 1), "padded": ((12, 12), 64, 512, 16), "images": ((16, 16), 80, 2500, 4)}
+    for _, (kind, (heads, dim, longest, most)) in itertools.product(range(count), kinds.items()):
+        length, batch = draw.randint(16, longest), draw.randint(1, most)
+        q, k, v = dense(heads, length, length, (dim, dim), torch.bfloat16, batch)
+        mask = torch.empty(batch, 1, 1, length, dtype=torch.bool, device="meta") if kind == "padded" else None
+        yield StandardCall("attention", {"q": q, "k": k, "v": v, "mask": mask, "causal": kind == "gqa"}, True)
+
+
+@pytest.mark.slow
+def test_random_lengths_of_usual_models() -> None:
+    """Have all their kernels compiled ahead, by the plans of each chip that was measured."""
+    chips = devices_of("sm_90")
+    assert [chip.name.split()[1] for chip in chips] == ["H100", "H200"]
+    keys = {
+        (x.kernel.title, key_of_launch(x))
+        for chip in chips
+        for call in usual(torch.bfloat16)
+        for x in launches(call, chip)
+    }
+    made = [x for chip in chips for call in draws(10) for x in launches(call, chip)]
+    missing = {x.kernel.title for x in made if (x.kernel.title, key_of_launch(x)) not in keys | standard_keys()}
+    assert len(made) > 100
+    assert not missing
+
+
+def test_launches_have_their_kernels_parameters() -> None:
+    """Triton refuses others when it compiles, on a GPU or for an archive."""
+    options = {"num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl"}
+    calls = [x for x in standard_calls() if dtype_of(x) is not torch.float16]
+    one_of_each = {x.kernel.title: x for call in calls[::5] for x in launches(call, H200)}
+    for x in one_of_each.values():
+        names = {name for name, _ in parameters_of(function_under_jit(x.kernel))}
+        assert not {*x.scalars, *x.pointers} - names - options, x.kernel.title
+
+
 def test_calls_of_a_sweep() -> None:
     """Every call for GPUs, and none with a kernel that is made for a formula."""
     calls = list(sweep_calls(MODELS))
@@ -97,7 +137,7 @@ def test_every_kernel_is_in_the_set_or_left_out() -> None:
             names = [line[4 : line.index("(")] for line in path.read_text().splitlines() if line.startswith("def ")]
             defined |= {f"{module}:{name}" for name in names if name.endswith("_kernel") and name not in NO_KERNELS}
     found = {title for title, _ in standard_keys()}
-    found |= {x.kernel.title for call in list(standard_calls())[::97] for x in launches(call, device_of("sm_80"))}
+    found |= {x.kernel.title for call in list(standard_calls())[::31] for x in launches(call, device_of("sm_80"))}
     assert found <= defined
     assert defined - found == LEFT_OUT.keys()
 

@@ -20,7 +20,7 @@ from ..backend.gpu.kernel import function_under_jit
 from ..backend.gpu.replay import Launch
 from ..backend.gpu.signature import CONSTANT, PLAIN, SPECIALIZED, key_of
 from .cubin import without_debug
-from .launches import all_launches, device_of
+from .launches import all_launches, devices_of
 from .standard import StandardCall, standard_calls
 from .sweeps import sweep_calls
 
@@ -76,9 +76,10 @@ def calls(sweeps: Sequence[Path]) -> Iterator[StandardCall]:
 
 
 def needed_launches(arch: str, sweeps: Sequence[Path]) -> Iterator[Launch]:
-    """The launches on an architecture, and on those that run its code."""
+    """The launches on the chips of an architecture, and of those that run its code."""
     for one in (arch, *(other for other, code in ALSO_FOR.items() if code == arch)):
-        yield from all_launches(calls(sweeps), device_of(one))
+        for device in devices_of(one):
+            yield from all_launches(calls(sweeps), device)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..api.explain import described_call
 from ..api.normalize import normalize
 from ..backend.gpu.replay import Launch
+from ..backend.rate_files import rate_files
 from ..call.cache import CacheCall
 from ..call.cache_tensors import CacheTensors, RotarySettings
 from ..call.call import DIFFERENTIABLE, Call, Needs
@@ -32,6 +33,16 @@ TYPICAL = {  # multiprocessors, MHz, and bytes of memory in a microsecond of a u
 def device_of(arch: str) -> Device:
     """A chip of an architecture, for plans without one at hand."""
     return Device("cuda", arch, arch, *TYPICAL.get(arch, (128, 0.0, 0.0)))
+
+
+def devices_of(arch: str) -> list[Device]:
+    """The chips of an architecture whose plans an archive has: those that were measured, or a typical one. Another
+    architecture's chip that ran its kernels (`--as-arch`) is none.
+    """
+    chips = [file["chip"] for _, file in rate_files() if file["chip"]["arch"] == arch]
+    chips = [chip for chip in chips if not chip["name"].startswith(f"{arch} on ")]
+    fields = ("name", "arch", "cores", "clock", "bandwidth")
+    return [Device("cuda", *(chip[name] for name in fields)) for chip in chips] or [device_of(arch)]
 
 
 Planner = Callable[[Problem, Device, Needs | None], Plan]

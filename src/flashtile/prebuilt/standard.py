@@ -14,6 +14,8 @@ from torch import Tensor
 from ..backend.hopper.plan.widths import WIDTHS
 
 DTYPES = (torch.bfloat16, torch.float16)
+USUAL_LENGTHS = (16, 48, 64, 100, 128, 200, 256, 384, 512, 700, 1024, 1500, 2048, 3000, 4096, 6000)
+USUAL_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)
 LEFT_OUT = {  # kernels that are compiled at first use only
     "triton.kernels.dcaptured:dcaptured_kernel": "the gradient of a score_mod's tensors: one kernel for each function",
     "triton.kernels.second:second_rows_kernel": "second derivatives are rare",
@@ -46,7 +48,7 @@ COMMON = tuple(dims for dims in WIDTHS if dims not in RARER)
 SMALL_DIMS = (16, 32, 48, 64, 96, 128)  # of short sequences, for which Triton's kernels are faster
 FLOAT32_DIMS = (32, 64, 128)
 WIDE_FLOAT32_DIMS, WIDE_DIMS = (160, 256, 512), (512,)  # of calls whose products PyTorch computes
-DECODE_HEADS = ((8, 8), (32, 8), (64, 8), (16, 2), (71, 1))  # query and key heads: groups of 1, 4, 8 and more
+DECODE_HEADS = ((8, 8), (32, 8), (64, 8), (16, 2))  # query and key heads: groups of 1, 4 and 8
 BATCHES = (1, 2, 4, 8, 16, 32, 64)  # with different splits of the keys
 LATENT_HEADS = (16, 128)  # query heads of DeepSeek's models
 PAGE_SIZES = (16, 256)
@@ -69,6 +71,7 @@ def standard_calls() -> Iterator[StandardCall]:
     """All calls; their tensors have no memory."""
     yield from queries_of_eight_bits()
     for dtype in DTYPES:
+        yield from usual(dtype)
         yield from plain(dtype)
         yield from long(dtype)
         yield from short(dtype)
@@ -85,6 +88,25 @@ def standard_calls() -> Iterator[StandardCall]:
         yield from wide(WIDE_DIMS, dtype)
     yield from float32()
     yield from wide(WIDE_FLOAT32_DIMS, torch.float32)
+
+
+def usual(dtype: torch.dtype) -> Iterator[StandardCall]:
+    """Training of usual models, at lengths and batches that do not fill a GPU either: decoders with grouped heads,
+    encoders of padded batches, images.
+    """
+    for seqlen, batch in itertools.product(USUAL_LENGTHS, USUAL_BATCHES):
+        if batch <= 2:
+            q, k, v = dense((32, 8), seqlen, seqlen, (128, 128), dtype, batch)
+            yield StandardCall("attention", {"q": q, "k": k, "v": v, "causal": True}, backward=True)
+        for odd in (0, 1) if batch <= 4 or seqlen <= 512 else ():  # lengths whose rows begin at any address, too
+            length = seqlen + odd
+            if length <= 513:
+                q, k, v = dense((12, 12), length, length, (64, 64), dtype, batch)
+                mask = empty(batch, 1, 1, length, dtype=torch.bool)
+                yield StandardCall("attention", {"q": q, "k": k, "v": v, "mask": mask}, backward=True)
+            for dim in (64, 80) if batch <= 4 else ():
+                q, k, v = dense((16, 16), length, length, (dim, dim), dtype, batch)
+                yield StandardCall("attention", {"q": q, "k": k, "v": v}, backward=True)
 
 
 def plain(dtype: torch.dtype) -> Iterator[StandardCall]:
@@ -135,7 +157,7 @@ def windows(dtype: torch.dtype) -> Iterator[StandardCall]:
 def few(dtype: torch.dtype) -> Iterator[StandardCall]:
     """Few heads, rows or keys, so that several programs share the keys of a row or the rows of a key."""
     lengths = ((SHORT, SHORT), (MIDDLE, MIDDLE), (4 * MIDDLE, 4 * MIDDLE), (SHORT, 8 * LONG), (LONG, TINY))
-    for dims, features, (rows, keys), heads in itertools.product(COMMON, PLAIN, lengths, FEW_HEADS):
+    for dims, features, (rows, keys), heads in itertools.product(COMMON, PLAIN[:2], lengths, FEW_HEADS):
         q, k, v = dense(heads, rows, keys, dims, dtype)
         for deterministic in (None, True):
             yield StandardCall("attention", {"q": q, "k": k, "v": v, **features, "deterministic": deterministic}, True)
