@@ -39,8 +39,7 @@ def configured(changes: dict[str, Any]) -> Iterator[None]:
     """Tables whose configurations of 8 bits have other fields."""
     kept = dict(tables.EIGHT_BIT)
     try:
-        for width, configs in kept.items():
-            tables.EIGHT_BIT[width] = tuple(replace(x, **changes) for x in configs)  # type: ignore[assignment]
+        tables.EIGHT_BIT.update({width: replace(config, **changes) for width, config in kept.items()})
         forget()
         yield
     finally:

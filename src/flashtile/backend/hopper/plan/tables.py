@@ -91,10 +91,10 @@ TANGENTS = {
 
 # By width of q, k and v in 8 bits. At 256 features a whole warpgroup transposes: two share the registers of a core.
 WIDE_BYTES = EightBitForward(D256, D256, 64, 128, 2, 2, 232, q_stages=1, v_stages=1)
-EIGHT_BIT: dict[int, tuple[EightBitForward, ...]] = {
-    64: (EightBitForward(D64, D64, 64, 128, 3, 3, 160, transposed_stages=3),),
-    128: (EightBitForward(D128, D128, 64, 128, 3, 3, 160),),
-    256: (replace(WIDE_BYTES, transpose_warps=4, transpose_registers=24, transposed_words=32),),
+EIGHT_BIT = {
+    64: EightBitForward(D64, D64, 64, 128, 3, 3, 160, transposed_stages=3),
+    128: EightBitForward(D128, D128, 64, 128, 3, 3, 160),
+    256: replace(WIDE_BYTES, transpose_warps=4, transpose_registers=24, transposed_words=32),
 }
 
 
