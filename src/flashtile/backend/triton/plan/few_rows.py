@@ -15,7 +15,7 @@ import torch
 
 from ....call.device import Device
 from ....call.problem import Problem, power_of_two
-from ...gpu.chips import memory_of
+from ...gpu.chips import MMA_SYNC, memory_of
 from ...gpu.decoding import MAX_GROUP, MAX_ROWS, group_of, packed_rows
 from ...gpu.waves import splits_that_fill
 from ..constants import TRANSPOSED_ROWS
@@ -34,6 +34,7 @@ LEAST_PART, KEYS_OF_ROW = 512, 64  # keys of a part at least, and for each row: 
 PART_REGISTERS = 168
 MOST_PARTS, FILLING = 32, 256  # parts of a sequence, and of all key heads of one
 ONE_WARP = KernelConfig(16, 32, 1, 4)  # up to 96 features, where it waits less for others
+ROWS_OF_WARP = 16  # of a product of matrices, at least
 SHORT = 64  # rows and keys of a sequence that is one small tile
 # Tiles of latent rows by shared memory in KiB, then rows; a chip takes the largest that it has room for.
 HALF = {
@@ -109,10 +110,7 @@ def batch_invariant(
     """
     p = problem
     if not p.decodes:
-        forward = tiles.forward
-        if forward.precision == "tf32x3" and forward.block_m < tables.WARPGROUP.block_m:
-            forward = tables.WARPGROUP
-        yield tiles._replace(forward=forward), 1
+        yield tiles._replace(forward=with_whole_rows(tiles.forward, p, device)), 1
         return
     tile = tile_of(tiles.forward, width, p, device)
     tile = within_memory(tile._replace(block_m=min(tile.block_m, MAX_GROUP)), p, device)
@@ -122,6 +120,20 @@ def batch_invariant(
     chosen = tiles._replace(forward=tile, pack_gqa=group_of(p), part_keys=part_keys, part_registers=registers)
     parts = min(-(-p.seqlen_k // part_keys), most_parts(p.num_heads_kv))
     yield from ((chosen, n) for n in (1, *splits(p, device, tile, most=parts)))
+
+
+def with_whole_rows(tile: KernelConfig, problem: Problem, device: Device) -> KernelConfig:
+    """The tile, or one whose rows are added up in one order: each warp has all keys of its rows, or all warps share 16
+    rows. Triton divides rows among warps where it sees that two products follow each other; else rows and keys, unless
+    there are far more of either. It sees that in kernels with pages, and not in those of packed keys.
+    """
+    if tile.precision == "tf32x3":
+        return tile if tile.block_m >= tables.WARPGROUP.block_m else tables.WARPGROUP
+    by_warpgroups = device.arch not in MMA_SYNC and tile.block_m >= tile.num_warps * ROWS_OF_WARP
+    if by_warpgroups or problem.dtype is torch.float32 or not device.arch.startswith("sm_"):
+        return tile
+    whole = next(tile for width, tile in tables.WHOLE_ROWS if width_of(problem) <= width)
+    return within_memory(whole, problem, device)
 
 
 def most_parts(key_heads: int) -> int:
