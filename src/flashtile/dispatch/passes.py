@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import private_torch
 from ..call.cache import CacheCall, append_and_rotate
-from ..call.call import Call, Gradients, Needs
+from ..call.call import Call, Gradients, Needs, Tangents
 from ..call.plan import Plan
 from . import forking
 
@@ -98,6 +98,18 @@ def record_shared_backward(plan: Plan, call: Call, _: Needs, *rows: Rows) -> tup
 def merged(first: Sequence[Rows], second: Sequence[Rows]) -> list[Rows]:
     """Each gradient from the backend that has computed it."""
     return [y if x is None else x for x, y in zip(first, second, strict=True)]
+
+
+def second(
+    plan: Plan, call: Call, along: Tangents, needs: Needs, dout: Rows, dlse: Rows
+) -> tuple[Tensor, Tensor, Gradients]:
+    """The tangents of out and lse, and their gradients, behind the pass that the plan's backend starts from."""
+    run = entry_of(plan.backend).second
+    if plan.before is None:
+        return run(plan, call, along, needs, dout, dlse)  # type: ignore[no-any-return]
+    kind, before = plan.before
+    given = (along,) if kind == "tangents" else ()
+    return run(plan, call, along, needs, dout, dlse, function_of(before, kind)(before, call, *given))  # type: ignore[no-any-return]
 
 
 def inside_operator(call: Call) -> AbstractContextManager[None]:

@@ -17,6 +17,7 @@ from ..gpu.chips import memory_of
 from ..gpu.formula import unsupported
 from ..gpu.installed import triton_version
 from .constants import MAX_HEAD_DIM, MAX_LATENT_DIM
+from .tile_config import BlockedSecond, TileConfig
 from .words import reads_words
 
 __all__ = ["declines_second"]  # which the CPU kernels share
@@ -117,13 +118,18 @@ def tangent_candidates(problem: Problem, device: Device, moves: Needs) -> list[C
     return ranked(ways, rates_of(device))
 
 
+def before_second(tile: TileConfig) -> str:
+    """The pass whose results a second derivative starts from, of whatever backend."""
+    return "forward" if isinstance(tile.second, BlockedSecond) else "tangents"
+
+
 def second_candidates(problem: Problem, device: Device, moves: Needs, needs: Needs) -> list[Candidate]:
-    """The ways to compute a second derivative, the fastest first."""
+    """The ways to compute a second derivative, the fastest first; times include the backend's own pass before it."""
     from ..gpu.cost import ranked  # not needed by `import flashtile`
     from ..gpu.rates import rates_of
     from .plan import candidates, cost
 
-    ways = [(tile, 1, cost.second(problem, device, tile, moves)) for tile in candidates.second(problem, device)]
+    ways = [(tile, n, cost.second(problem, device, tile, moves, n)) for tile, n in candidates.second(problem, device)]
     return ranked(ways, rates_of(device))
 
 

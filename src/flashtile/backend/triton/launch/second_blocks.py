@@ -1,5 +1,5 @@
-"""The launches of a second derivative of wide heads: forward, row statistics, then weights of pairs and their products
-for one range of heads and rows after another (`kernels.second_weights`).
+"""The launches of a second derivative of wide heads, behind forward: row statistics, then weights of pairs and their
+products for one range of heads and rows after another (`kernels.second_weights`).
 """
 
 from functools import partial
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....call.call import Call, Gradients, Needs, Tangents, Tensors, lse_shape, new_rows
+from ....call.call import Call, Gradients, Needs, Tangents, lse_shape, new_rows
 from ....call.plan import Plan
 from ....call.problem import power_of_two
 from ...epilogue import sink_tangents
@@ -16,13 +16,12 @@ from ...gpu.kernel import Kernel
 from ...gpu.pairs import with_contiguous_keys
 from ...gpu.pointers import Pointers
 from ...gpu.replay import Recorder
-from ...replays import Results
+from ...replays import Results, with_inputs
 from ...scalars import keep_scale, rows_last, strides, threshold
 from ..tile_config import BlockedSecond, KernelConfig
 from . import KERNELS
 from . import arguments as args
 from .backward_launches import BackwardLaunches, Rows
-from .forward import launch_attention
 from .gradients import lse_of, no_gradient, residual_of
 from .second import NO_FEATURES, STILL, row_products, sink_gradient
 from .tangents import absent, constants
@@ -71,15 +70,11 @@ def ranges_of(heads: int, group: int, rows: int, pitch: int, unit: int, pairs: i
 
 
 def launch_second_blocks(recorder: Recorder, plan: Plan, call: Call, moves: Needs, needs: Needs) -> Results:
-    """As `second.launch_second`, for dense calls."""
-    num_inputs = len(call.tensors.flat())
-    given = iter(recorder.inputs[num_inputs:-2])
-    along = Tangents.from_flat([next(given) if moving else None for moving in moves.flat()])
-    call = call._replace(tensors=Tensors.from_flat(recorder.inputs[:num_inputs]))
-    out, row_stats, *_ = launch_attention(recorder, plan, call)
+    """As `second.launch_second`, for dense calls, from the results of forward."""
+    call, along = with_inputs(call, moves, recorder.inputs)
+    out, row_stats, dout, dlse = recorder.inputs[-4:]
     assert out is not None
     assert row_stats is not None
-    *_, dout, dlse = recorder.inputs
     dout = recorder.op(no_gradient, out) if dout is None else recorder.op(rows_last, dout)
     launches = BackwardLaunches(recorder, with_contiguous_keys(recorder, call), dout, None)
     residual = recorder.op(residual_of, row_stats) if call.keeps_residual else None
@@ -122,7 +117,7 @@ class Blocks:
         if self.ranges:
             self.over_ranges(tout, tlse, dq, *sums)
         dk, dv = (None if x is None else self.recorder.op(partial(rounded, dtype), x) for x in sums)
-        product = self.recorder.op(row_products, self.launches.dout, tout) if needs.sinks else tlse
+        product = row_products(self.launches, tout, tlse) if needs.sinks else tlse
         dsinks = sink_gradient(self.launches, self.moving, needs, rows, tlse, product)
         others = (None,) * len(self.call.tensors.score_mod_tensors)  # a mask function's
         return tout, tlse, *Gradients(q=dq, k=dk, v=dv, sinks=dsinks, score_mod_tensors=others).flat()
