@@ -18,12 +18,14 @@ from ...gpu.pointers import Pointers
 from ...gpu.replay import Recorder
 from ...replays import Results, with_inputs
 from ...scalars import keep_scale, rows_last, strides, threshold
+from ..plan.tables import SPLITS
 from ..tile_config import BlockedSecond, KernelConfig
 from . import KERNELS
 from . import arguments as args
 from .backward_launches import BackwardLaunches, Rows
 from .gradients import lse_of, no_gradient, residual_of
 from .second import NO_FEATURES, STILL, row_products, sink_gradient
+from .semaphores import new_semaphores
 from .tangents import absent, constants
 
 WEIGHTS, COMPLETE = (
@@ -69,6 +71,11 @@ def ranges_of(heads: int, group: int, rows: int, pitch: int, unit: int, pairs: i
     ]
 
 
+def splits_of_sums(sums: int, programs: int) -> int:
+    """How many programs share the keys of each sum."""
+    return max(n for n in SPLITS if n == 1 or n * sums <= programs)
+
+
 def launch_second_blocks(recorder: Recorder, plan: Plan, call: Call, moves: Needs, needs: Needs) -> Results:
     """As `second.launch_second`, for dense calls, from the results of forward."""
     call, along = with_inputs(call, moves, recorder.inputs)
@@ -91,6 +98,7 @@ class Blocks:
         recorder, self.call = launches.recorder, launches.call
         self.launches, self.recorder, self.config, self.moves = launches, recorder, config, moves
         self.moving = along
+        self.shared: dict[str, Tensor | None] = {}
         self.of_sinks: Tensor | None = None  # each row's part of the tangent of lse
         self.along: dict[str, Tensor | None] = {
             f"t{name}": None if x is None else recorder.op(rows_last, x) for name, x in zip("qkv", along, strict=False)
@@ -128,6 +136,7 @@ class Blocks:
         names = ("weight_p", "weight_t", "weight_ds", "weight_r")
         layouts = dict.fromkeys(names, ((most, self.pitch), dtype))
         w = self.recorder.workspace(tout, layouts | {"weight_sums": ((most, tiles, 3), torch.float32)})
+        self.shared = self.shared_sums(tout)
         scale, kept = self.call.settings.scale, 1.0
         if self.call.settings.dropout_p > 0:
             kept = keep_scale(threshold(self.call.settings.dropout_p))
@@ -141,6 +150,16 @@ class Blocks:
                 self.of_rows(at, dk, (w["weight_r"], self.launches.q), (w["weight_ds"], t["tq"]), scale)
             if dv is not None:
                 self.of_rows(at, dv, (w["weight_t"], dout), (None, None), kept)
+
+    def shared_sums(self, like: Tensor) -> dict[str, Tensor | None]:
+        """What programs need that share the keys of a sum: their sums, and semaphores."""
+        config = self.config
+        least = min(x.num_rows // config.rows.block_m * x.num_heads for x in self.ranges)
+        if splits_of_sums(least, config.programs) == 1:
+            return {"partials": None, "semaphores": None}
+        shape = (config.programs, config.rows.block_m, config.columns)
+        semaphores = self.recorder.op(partial(new_semaphores, like.device, config.programs))
+        return {**self.recorder.workspace(like, {"partials": (shape, torch.float32)}), "semaphores": semaphores}
 
     def span(self, at: HeadRange) -> dict[str, Any]:
         return {
@@ -182,9 +201,14 @@ class Blocks:
         x, y = first[1], second[1]
         rows, align = self.operands((x, y), "bhn", result)
         given = {**rows, **strides("result", result, align), **self.of_sum(at, result, config, align, scale)}
-        programs = at.num_rows // config.block_m * given.pop("column_blocks") * at.num_heads
-        pointers = {"first": first[0], "second": second[0], "x": x, "y": y, "result": result}
-        self.launch(OF_KEYS, pointers, programs, given)
+        sums = at.num_rows // config.block_m * given.pop("column_blocks") * at.num_heads
+        splits, shared = splits_of_sums(sums, self.config.programs), self.shared
+        if splits > 1:
+            given |= constants(self.call, config, align, self.moves, splits)
+        else:
+            shared = dict.fromkeys(shared)
+        pointers = {"first": first[0], "second": second[0], "x": x, "y": y, "result": result, **shared}
+        self.launch(OF_KEYS, pointers, sums * splits, given)
 
     def of_rows(self, at: HeadRange, sums: Tensor, first: Operands, second: Operands, scale: float) -> None:
         """Add the product of transposed weights with rows, or two such products, to `sums`."""

@@ -110,7 +110,8 @@ def blocked_second(problem: Problem, device: Device) -> BlockedSecond | None:
         return tables.BLOCKED["interpreter"]
     if memory_of(device) < BLOCKED_MEMORY:
         return None
-    return tables.BLOCKED["float32" if p.dtype is torch.float32 else "half"]
+    found = tables.BLOCKED["float32" if p.dtype is torch.float32 else "half"]
+    return found._replace(programs=found.programs * device.cores)
 
 
 def second_tile(kernel: str, chips: str, problem: Problem, device: Device) -> KernelConfig:
