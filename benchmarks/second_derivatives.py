@@ -134,7 +134,7 @@ def main(
     writer = csv.writer(out)
     writer.writerow(COLUMNS)
     for given in settings["cells"]:
-        cell = Cell(given, getattr(torch, settings["dtype"]), settings["longest_dense"])
+        cell = Cell(given, getattr(torch, given.get("dtype", settings["dtype"])), settings["longest_dense"])
         if words and not any(x in cell.name for x in words):
             continue
         measure(cell, tiles, rounds, memory, writer)
