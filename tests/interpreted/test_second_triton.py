@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile.backend.triton.launch import second_blocks
-from flashtile.backend.triton.plan import candidates
+from flashtile.backend.triton.plan import candidates, tables
 from flashtile.dispatch.planner import forget_plans
 from flashtile.testing.poison import poisoned_allocation
 
@@ -94,8 +94,11 @@ def test_wide_heads(name: str, dtype: torch.dtype, wide: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("most_bytes", [0, 2**30])
 def test_wide_heads_in_groups_with_dropout_are_as_tiled(most_bytes: int, wide: pytest.MonkeyPatch) -> None:
-    """Two units of rows and keys, in ranges of their own or together; one of two heads of a group in each, or all."""
+    """Two units of rows and keys, in ranges of their own or together; one of two heads of a group in each, or all.
+    Programs share the keys of sums, and some have none.
+    """
     wide.setattr(second_blocks, "MOST_BYTES", most_bytes)
+    wide.setitem(tables.BLOCKED, "interpreter", tables.BLOCKED["interpreter"]._replace(programs=32))
     generator = torch.Generator().manual_seed(3)
     sizes = 2 * [(2, 40), (1, 35), (1, 35)] + [(2, 40)]
     *inputs, tq, tk, tv, dout = (torch.randn(1, h, n, 8, generator=generator) for h, n in sizes)

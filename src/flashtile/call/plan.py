@@ -26,14 +26,6 @@ class Plan(NamedTuple):
     why: tuple[tuple[str, str], ...]
     rest: "Rest | None" = None  # rest of a backward pass, where a second backend computes some of the gradients
     microseconds: float = 0.0  # that it is expected to take; on a CPU, on one thread
-    before: "Before | None" = None  # the pass whose results a second derivative starts from
-
-
-class Before(NamedTuple):
-    """The pass of a call that comes before a second derivative, by the backend that is the fastest at it."""
-
-    kind: str  # "forward" or "tangents"
-    plan: Plan
 
 
 class Rest(NamedTuple):

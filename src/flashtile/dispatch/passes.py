@@ -17,6 +17,7 @@ from ..call.cache import CacheCall, append_and_rotate
 from ..call.call import Call, Gradients, Needs, Tangents
 from ..call.plan import Plan
 from . import forking
+from .planner import plan_call
 
 Rows = Tensor | None  # out, lse, dout and dlse
 
@@ -103,13 +104,17 @@ def merged(first: Sequence[Rows], second: Sequence[Rows]) -> list[Rows]:
 def second(
     plan: Plan, call: Call, along: Tangents, needs: Needs, dout: Rows, dlse: Rows
 ) -> tuple[Tensor, Tensor, Gradients]:
-    """The tangents of out and lse, and their gradients, behind the pass that the plan's backend starts from."""
-    run = entry_of(plan.backend).second
-    if plan.before is None:
-        return run(plan, call, along, needs, dout, dlse)  # type: ignore[no-any-return]
-    kind, before = plan.before
+    """The tangents of out and lse, and their gradients. The pass that the plan's backend starts from, if any, runs in
+    the backend that is the fastest at it.
+    """
+    entry = entry_of(plan.backend)
+    if not hasattr(entry, "before_second"):
+        return entry.second(plan, call, along, needs, dout, dlse)  # type: ignore[no-any-return]
+    kind = entry.before_second(plan)
+    before = plan_call(call, moves=along.moves if kind == "tangents" else None)
     given = (along,) if kind == "tangents" else ()
-    return run(plan, call, along, needs, dout, dlse, function_of(before, kind)(before, call, *given))  # type: ignore[no-any-return]
+    rows = function_of(before, kind)(before, call, *given)
+    return entry.second(plan, call, along, needs, dout, dlse, rows)  # type: ignore[no-any-return]
 
 
 def inside_operator(call: Call) -> AbstractContextManager[None]:

@@ -17,7 +17,7 @@ from ..call import counting
 from ..call.cache import CacheCall
 from ..call.call import Call, Needs
 from ..call.device import Device, describe_device
-from ..call.plan import Before, Candidate, Plan, Rest
+from ..call.plan import Candidate, Plan, Rest
 from ..call.problem import Problem
 from ..call.words import in_words
 from ..errors import AttentionWarning, BackendError
@@ -141,12 +141,7 @@ def _plan(problem: Problem, device: Device, backend: str, needs: Needs | None, m
         names = with_tangents_after(backend, lambda name: declines(name, needs) is None)
     chosen, reasons = fastest(names, declines, problem, device, needs, moves)
     if chosen is not None:
-        of_second = moves is not None and needs is not None
-        kind = optional(SUPPORT[chosen.backend], "before_second", chosen.tile) if of_second else None
-        if kind is None:
-            return chosen
-        before = _plan(problem, device, backend, None, moves if kind == "tangents" else None)
-        return chosen._replace(before=Before(kind, before))
+        return chosen
     asked = "no backend takes this call" if backend == "auto" else f"backend {backend!r} does not take this call"
     raise BackendError(f"{asked}: {in_words(problem, lengths=False)}, on {device.name}", reasons)
 

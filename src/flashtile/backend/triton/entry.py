@@ -41,6 +41,11 @@ def record_tangents(plan: Plan, call: Call, tangents: Tangents) -> tuple[Any, tu
     return TangentsReplay(recording), results  # type: ignore[return-value]
 
 
+def before_second(plan: Plan) -> str:
+    """The pass whose results a second derivative starts from, of whatever backend: "tangents" or "forward"."""
+    return "forward" if isinstance(plan.tile.second, BlockedSecond) else "tangents"
+
+
 def second(
     plan: Plan,
     call: Call,
@@ -51,7 +56,7 @@ def second(
     before: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, Gradients]:
     """The tangents of out and lse, and gradients; `before` has the results of forward or of forward mode."""
-    if isinstance(plan.tile.second, BlockedSecond):  # neither is needed by other passes
+    if before_second(plan) == "forward":  # neither is needed by other passes
         from .launch.second_blocks import launch_second_blocks as launch_second
     else:
         from .launch.second import launch_second

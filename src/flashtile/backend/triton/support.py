@@ -17,7 +17,6 @@ from ..gpu.chips import memory_of
 from ..gpu.formula import unsupported
 from ..gpu.installed import triton_version
 from .constants import MAX_HEAD_DIM, MAX_LATENT_DIM
-from .tile_config import BlockedSecond, TileConfig
 from .words import reads_words
 
 __all__ = ["declines_second"]  # which the CPU kernels share
@@ -116,11 +115,6 @@ def tangent_candidates(problem: Problem, device: Device, moves: Needs) -> list[C
         (tile, n, cost.tangents(problem, device, tile, moves, n)) for tile, n in candidates.tangents(problem, device)
     ]
     return ranked(ways, rates_of(device))
-
-
-def before_second(tile: TileConfig) -> str:
-    """The pass whose results a second derivative starts from, of whatever backend."""
-    return "forward" if isinstance(tile.second, BlockedSecond) else "tangents"
 
 
 def second_candidates(problem: Problem, device: Device, moves: Needs, needs: Needs) -> list[Candidate]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ....call.call import Call, Gradients, Needs, Tangents, lse_shape, new_rows
+from ....call.device import describe_device
 from ....call.plan import Plan
 from ....call.problem import power_of_two
 from ...epilogue import sink_tangents
@@ -105,7 +106,7 @@ class Blocks:
         }
         q, k = self.call.tensors[:2]
         batch, heads, rows, _ = q.shape
-        self.unit = config.unit
+        self.unit, self.programs = config.unit, config.programs * describe_device(q.device).cores
         origin = self.call.settings.j0 % 8 if self.call.settings.dropout_p > 0 else 0
         self.pitch = max(1, -(-(k.shape[2] + origin) // self.unit)) * self.unit
         self.group = heads // max(k.shape[1], 1)
@@ -155,10 +156,10 @@ class Blocks:
         """What programs need that share the keys of a sum: their sums, and semaphores."""
         config = self.config
         least = min(x.num_rows // config.rows.block_m * x.num_heads for x in self.ranges)
-        if splits_of_sums(least, config.programs) == 1:
+        if splits_of_sums(least, self.programs) == 1:
             return {"partials": None, "semaphores": None}
-        shape = (config.programs, config.rows.block_m, config.columns)
-        semaphores = self.recorder.op(partial(new_semaphores, like.device, config.programs))
+        shape = (self.programs, config.rows.block_m, config.columns)
+        semaphores = self.recorder.op(partial(new_semaphores, like.device, self.programs))
         return {**self.recorder.workspace(like, {"partials": (shape, torch.float32)}), "semaphores": semaphores}
 
     def span(self, at: HeadRange) -> dict[str, Any]:
@@ -202,7 +203,7 @@ class Blocks:
         rows, align = self.operands((x, y), "bhn", result)
         given = {**rows, **strides("result", result, align), **self.of_sum(at, result, config, align, scale)}
         sums = at.num_rows // config.block_m * given.pop("column_blocks") * at.num_heads
-        splits, shared = splits_of_sums(sums, self.config.programs), self.shared
+        splits, shared = splits_of_sums(sums, self.programs), self.shared
         if splits > 1:
             given |= constants(self.call, config, align, self.moves, splits)
         else:

@@ -85,9 +85,7 @@ def tangent_splits(tile: KernelConfig, problem: Problem, device: Device, kernel:
 
 
 def second(problem: Problem, device: Device) -> Iterator[tuple[TileConfig, int]]:
-    """Tiles of a second derivative, and numbers of programs that share the keys of a tile of rows: of its forward pass
-    with tangents, then the largest that fit of the kernels for rows and for keys.
-    """
+    """The largest tiles that fit of a second derivative, and numbers of programs that share the keys of some rows."""
     p, chips = problem, "float32" if problem.dtype is torch.float32 else "half"
     if (blocked := blocked_second(p, device)) is not None:
         row = row_of(p, device)
@@ -110,8 +108,7 @@ def blocked_second(problem: Problem, device: Device) -> BlockedSecond | None:
         return tables.BLOCKED["interpreter"]
     if memory_of(device) < BLOCKED_MEMORY:
         return None
-    found = tables.BLOCKED["float32" if p.dtype is torch.float32 else "half"]
-    return found._replace(programs=found.programs * device.cores)
+    return tables.BLOCKED["float32" if p.dtype is torch.float32 else "half"]
 
 
 def second_tile(kernel: str, chips: str, problem: Problem, device: Device) -> KernelConfig:

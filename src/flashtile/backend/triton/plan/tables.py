@@ -122,14 +122,13 @@ MORE: dict[tuple[str, str], Table] = {
 # Chosen by ptxas, so that loops spill nothing in 16 bits.
 BLOCKED = {
     "half": BlockedSecond(
-        KernelConfig(64, 64, 4, 2), KernelConfig(128, 64, 8, 3), KernelConfig(64, 128, 8, 3), columns=128, unit=128,
-        programs=1,
+        KernelConfig(64, 64, 4, 2), KernelConfig(128, 64, 8, 3), KernelConfig(64, 128, 8, 3), columns=128, unit=128
     ),
     "float32": BlockedSecond(
         KernelConfig(64, 32, 4, 1, precision="tf32x3"), KernelConfig(64, 32, 8, 2, precision="tf32x3"),
-        KernelConfig(32, 64, 8, 2, precision="tf32x3"), columns=64, unit=128, programs=1,
+        KernelConfig(32, 64, 8, 2, precision="tf32x3"), columns=64, unit=128,
     ),
-    "interpreter": BlockedSecond(*(KernelConfig(16, 16, 4, 1),) * 3, columns=16, unit=32, programs=8),
+    "interpreter": BlockedSecond(*(KernelConfig(16, 16, 4, 1),) * 3, columns=16, unit=32),
 }  # fmt: skip
 TF32_DKDV = KernelConfig(64, 32, 4, 1, precision="tf32x3")  # for one product
 BIASED = WidthConfigs(  # calls of 16-bit numbers with a bias for each pair
