@@ -6,6 +6,7 @@ python benchmarks/eight_bit_forward.py --rates 128
 """
 
 import argparse
+import importlib.util
 import json
 import math
 from collections.abc import Iterator
@@ -77,10 +78,10 @@ CASES = {
     "grouped": ((2, 4, 2, 193, 321), "normal"),
     "129 keys": ((1, 2, 2, 129, 129), "normal"),
     "one row": ((1, 2, 2, 1, 5000), "normal"),
-    "ones": ((1, 1, 1, 128, 16384), "ones"),
-    "ones large": ((1, 1, 1, 128, 16384), "ones large"),
-    "tail": ((1, 1, 1, 128, 1024), "tail"),
-    "equal": ((1, 1, 1, 128, 16384), "equal"),
+    "ones": ((1, 1, 1, 128, 131072), "ones"),
+    "ones large": ((1, 1, 1, 128, 131072), "ones large"),
+    "tail": ((1, 1, 1, 128, 131072), "tail"),
+    "equal": ((1, 1, 1, 128, 131072), "equal"),
 }
 
 
@@ -109,27 +110,56 @@ def inputs(shape: tuple[int, ...], kind: str, width: int) -> tuple[Tensor, Tenso
     return q, k, v
 
 
+def quantized(x: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Numbers of 8 bits, and scales `[B, heads]` of groups of heads."""
+    of_heads = x.abs().amax((2, 3)).view(x.shape[0], heads, -1).amax(-1).clamp(min=1e-6) / 448
+    return (x / over_heads(of_heads, x)).to(FP8), of_heads
+
+
+def over_heads(scale: Tensor, x: Tensor) -> Tensor:
+    """Scales `[B, Hkv]` as those of all heads, `[B, H, 1, 1]`."""
+    return scale.repeat_interleave(x.shape[1] // scale.shape[1], 1)[:, :, None, None]
+
+
+def rmse(x: Tensor, expected: Tensor) -> float:
+    return float((x - expected).double().square().mean().sqrt())
+
+
+def flash_attention_3(numbers: list[Tensor], scales: list[Tensor], causal: bool) -> Tensor | None:
+    """FlashAttention-3's result, if it is installed."""
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        return None
+    flash_attn_func = importlib.import_module("flash_attn_interface").flash_attn_func
+    named = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
+    out = flash_attn_func(*(x.transpose(1, 2).contiguous() for x in numbers), causal=causal, **named)
+    return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+
 def report_errors(width: int, names: list[str]) -> None:
+    """Print errors against exact attention of the numbers of 8 bits, and those of 8 and 16 bits against that of the
+    numbers before.
+    """
     for name in names:
         shape, kind = CASES[name]
         for causal in (False, True):
-            q, k, v = inputs(shape, kind, width)
-            amax = [x.abs().amax((2, 3), keepdim=True).clamp(min=1e-6) for x in (q, k, v)]
-            of_queries = amax[0].view(shape[0], shape[2], -1).amax(-1)[:, :, None, None]
-            scales = [of_queries / 448, amax[1] / 448, amax[2] / 448]
-            whole = [scales[0].repeat_interleave(shape[1] // shape[2], 1), *scales[1:]]
-            numbers = [(x / s).to(FP8) for x, s in zip((q, k, v), whole, strict=True)]
-            given = [x.double() * s for x, s in zip(numbers, whole, strict=True)]
+            before = inputs(shape, kind, width)
+            pairs = [quantized(x, shape[2]) for x in before]
+            numbers, scales = [x for x, _ in pairs], [x for _, x in pairs]
+            given = [x.double() * over_heads(scale, x) for x, scale in pairs]
             more: dict[str, Any] = {"causal": causal, "return_lse": True, "out_dtype": torch.float32}
-            for n, scale in zip(("q_descale", "k_descale", "v_descale"), scales, strict=True):
-                more[n] = scale.flatten(1)
-            out, lse = flashtile.attention(numbers[0], numbers[1], numbers[2], backend="hopper", **more)
+            more |= dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
+            out, lse = flashtile.attention(*numbers, backend="hopper", **more)  # type: ignore[misc]
             expected, expected_lse, sums = exact(given[0], given[1], given[2], causal, width**-0.5)
+            exact_before, _, _ = exact(*before, causal, width**-0.5)
+            in_16_bits = flashtile.attention(*(x.bfloat16() for x in before), causal=causal, backend="hopper")
+            other = flash_attention_3(numbers, scales, causal)
             error = (out - expected).abs()
             of_lse = (lse - expected_lse).abs()
             print(json.dumps({
                 "width": width, "case": name, "causal": causal, "max": float(error.max()),
-                "rmse": float(error.square().mean().sqrt()), "of": float(expected.square().mean().sqrt()),
+                "rmse": rmse(out, expected), "of": float(expected.square().mean().sqrt()),
+                "whole rmse": rmse(out, exact_before), "bf16 rmse": rmse(in_16_bits, exact_before),
+                "flash-attention 3 rmse": None if other is None else rmse(other, exact_before),
                 "lse": float(of_lse.max()), "lse mean": float((lse - expected_lse).mean()), "A": float(sums.max()),
                 "lse/A": float((of_lse / sums.clamp(min=1e-6)).max()), "nan": bool(out.isnan().any()),
             }), flush=True)  # fmt: skip

@@ -114,10 +114,15 @@ def queries_of_eight_bits() -> None:
         rows = [x.transpose(1, 2).flatten(0, 1) for x in (q8, k8, v8)]
         ends = [torch.tensor([0, m, 2 * m], device="cuda", dtype=torch.int32) for m in (n, 333)]
         flashtile.attention_varlen(*rows, *ends, max_seqlen_k=333, causal=True, **of_heads)
+
+
+def products_of_eight_bits() -> None:
+    """The chip's own kernels of queries of 8 bits, of few tiles: racecheck takes long for them."""
     for width in (64, 128, 256):
-        q, k, v = (torch.randn(2, h, m, width, device="cuda") for h, m in ((8, 300), (2, 700), (2, 700)))
-        q8, k8, v8 = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
-        flashtile.attention(q8, k8, v8, causal=True, backend=OWN, **of_heads)
+        tensors = (torch.randn(1, h, m, width, device="cuda") for h, m in ((2, 150), (1, 300), (1, 300)))
+        q, k, v = (x.to(torch.float8_e4m3fn) for x in tensors)
+        scales = {f"{x}_descale": torch.ones(1, 1, device="cuda") for x in "qkv"}
+        flashtile.attention(q, k, v, causal=True, backend=OWN, **scales)
 
 
 def batch_invariant() -> None:
@@ -248,8 +253,8 @@ def twice(function: Callable[..., Any], inputs: list[Tensor]) -> None:
 GROUPS: dict[str, Callable[[], None]] = {
     x.__name__: x
     for x in (
-        widths, groups, features, pages, eight_bits, queries_of_eight_bits, batch_invariant, latent_rows, few_rows,
-        products, wide, forward_mode, forward_mode_of_hopper, second_derivatives,
+        widths, groups, features, pages, eight_bits, queries_of_eight_bits, products_of_eight_bits, batch_invariant,
+        latent_rows, few_rows, products, wide, forward_mode, forward_mode_of_hopper, second_derivatives,
     )
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from eight_bit_cases import CASES, FP8, call_of, is_close, run
+from eight_bit_cases import CASES, FP8, call_of, is_close, run, tail
 from forced import first, forced
 from gluon_emulation.backend import FOLDER, copy_with_mistake, emulated
 from gluon_emulation.machine import EmulationError
@@ -40,6 +40,24 @@ def test_equal_values_come_out_as_they_are() -> None:
     assert (out / 1.25 - 1).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("place", [0, 300, 599])
+def test_small_weights_of_other_blocks(place: int) -> None:
+    """Each block's are rounded relative to its own largest one, whether that comes first or last."""
+    assert error_of_tail(place) < 1e-5
+
+
+def test_weights_relative_to_a_largest_one_before(tmp_path: Path) -> None:
+    copy_with_mistake(tmp_path / "row", SOFTMAX, "downward", " setp.lt.or.f32 p, other, {LEAST}, p;", "")
+    assert error_of_tail(599, tmp_path / "row") > 0.9
+
+
+def error_of_tail(place: int, folder: Path = FOLDER) -> float:
+    given, expected = tail(600, place, 40)
+    with emulated(3, 0, folder):
+        out, _ = run(given, "hopper")
+    return float((out / expected - 1).abs().max())
+
+
 def test_another_configuration() -> None:
     with forced(support, first(num_warpgroups=2, transpose_warps=4, speculative_exps=8)):
         assert not is_wrong(CASES["causal"], seed=1)
@@ -65,10 +83,12 @@ BUGS = {
     "another order of keys": (TRANSPOSE, "[4, 1, 0, 2, 3]", "[4, 1, 0, 3, 2]"),
     "p in another order": (ROUNDED, "[first, second, third, fourth]", "[first, third, second, fourth]"),
     "a sink as large as without an offset": (SOFTMAX, "l * LARGEST_P_OF_A_SINK", "l"),
+    "acc overflows": (SOFTMAX, "max.f32 top, top, other; max.f32 top, top, 0fFF7FFFFF;", ""),
     "the head of queries": (MAINLOOP, "descales.v_descale_h, b, tile.head_k)", "descales.v_descale_h, b, tile.head)"),
 }  # fmt: skip
 OF_BUGS = {
     "a sink as large as without an offset": "sinks",
+    "acc overflows": "sinks",
     "the head of queries": "top left of groups",
 }
 

@@ -1,8 +1,10 @@
 """The Hopper kernel of float8_e4m3fn on a GPU."""
 
+import math
+
 import pytest
 import torch
-from eight_bit_cases import CASES, FP8, call_of, is_close, on, run
+from eight_bit_cases import CASES, FP8, call_of, is_close, on, run, tail
 
 from flashtile.backend.hopper import support
 
@@ -11,6 +13,7 @@ pytestmark = [
     pytest.mark.skipif(support.unusable() is not None, reason="no Hopper GPU"),
     pytest.mark.usefixtures("watchdog"),
 ]
+LONG = 2**17
 PRODUCTS = 2.0**-13  # last bit of a sum of products of 8 bits, relative to the largest of its terms
 
 
@@ -22,11 +25,31 @@ def test_results(name: str) -> None:
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])
-def test_equal_values_over_16k_keys(width: int) -> None:
-    given = call_of(width, 128, 16384, scales=0)
+def test_equal_values_over_128k_keys(width: int) -> None:
+    given = on("cuda", call_of(width, 128, LONG, scales=0))
     given["v"] = torch.full_like(given["v"].float(), 1.25).to(FP8)
-    out, _ = run(on("cuda", given), "hopper")
+    out, _ = run(given, "hopper")
     assert (out / 1.25 - 1).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("place", [0, 70000, LONG - 1])
+def test_128k_small_weights_are_half_of_the_mass(place: int) -> None:
+    given, expected = tail(LONG, place, 17)
+    out, lse = run(on("cuda", given), "hopper")
+    assert (out / expected - 1).abs().max() < 1e-3
+    assert (lse - math.log(LONG - 1 + 2.0**17)).abs().max() < 1e-4
+
+
+def test_outliers() -> None:
+    """0.1% of N(0, 100) beside N(0, 1)."""
+    given = call_of(128, 256, 4096, scales=0)
+    make = torch.Generator().manual_seed(1)
+    for name in "qkv":
+        x = given[name].float()
+        more = 10 * torch.randn(x.shape, generator=make)
+        given[name] = torch.where(torch.rand(x.shape, generator=make) < 1e-3, x + more, x).to(FP8)
+    out, lse = run(on("cuda", given), "hopper")
+    assert is_close(given, out, lse, of_products=PRODUCTS * 4)
 
 
 def test_results_repeat_bitwise() -> None:

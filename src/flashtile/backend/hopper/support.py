@@ -22,7 +22,6 @@ SUMMARY = "Gluon kernels for Hopper GPUs, the fastest there"
 ARCHITECTURE = "sm_90"
 HEAD_DIM_STEP = 8  # elements of 16 bytes, which TMA needs rows to be a multiple of
 EIGHT_BIT_STEP = 16  # the same of 8 bits
-EIGHT_BIT_KEYS = 16384  # in 8 bits, weights below 2 ** -16 of a row's largest are lost: of more keys, too many
 ROUNDS_TO_EIGHT_BITS = True  # the probabilities of queries of 8 bits
 TMA_ALIGNMENT = 16  # bytes, of rows
 PAGE_STEP = 8  # keys: rows that shared memory swizzles together
@@ -140,8 +139,6 @@ def declines_eight_bit(problem: Problem) -> str | None:
         return f"TMA needs rows of q, k and v aligned to {TMA_ALIGNMENT} bytes"
     if min(p.batch, p.num_heads_q, p.seqlen_q, p.seqlen_k) == 0:
         return "the call is empty"
-    if p.seqlen_k > EIGHT_BIT_KEYS:
-        return f"in 8 bits, it supports {EIGHT_BIT_KEYS} keys at most, since small weights of a row round to 0"
     return too_long(p)
 
 

@@ -176,7 +176,7 @@ def mainloop_step(
     s = warpgroup_mma_wait(0, deps=(s,))
     release_keys(context, count, tile_count, n == wg_tile.tile.lo, warpgroup, CONFIG)
     t = scores_of_block(context, s, units, wg_tile, n, CONFIG)
-    row_base, alpha, p = softmax.update(state.row_base, t, units.scale_log2, CONFIG.speculative_exps)
+    row_base, alpha, p = softmax.update(state.row_base, state.l, t, units.scale_log2, CONFIG.speculative_exps)
     total = in_place(state.total * alpha + thread_row_sum(p))
     consumer_wait(v_transposed, count, CONFIG.transposed_stages)
     acc, l = add_products(state, alpha, rounded(p), context, count, CONFIG)  # noqa: E741
