@@ -2,6 +2,7 @@
 
 python benchmarks/eight_bit_forward.py --errors
 python benchmarks/eight_bit_forward.py --time 128,16384,full
+python benchmarks/eight_bit_forward.py --time 128,16384,full --spread 4
 python benchmarks/eight_bit_forward.py --rates 128
 """
 
@@ -175,10 +176,13 @@ def graph_of(function: Any, repeats: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def report_times(width: int, rows: int, causal: bool, rounds: int, variants: list[str]) -> float:
-    """Print the speed of each variant and of bfloat16; return the first one's milliseconds."""
+def report_times(width: int, rows: int, causal: bool, rounds: int, variants: list[str], spread: float = 1.0) -> float:
+    """Print the speed of each variant and of bfloat16, of scores with this standard deviation; return the first one's
+    milliseconds.
+    """
     heads, batch = HEADS[width], TOKENS // rows
     q, k, v = (torch.randn(batch, heads, rows, width, device="cuda") for _ in range(3))
+    q *= spread
     flops = 4 * batch * heads * rows * rows * width * (0.5 if causal else 1.0)
     repeats = max(1, int(0.004 * 6e14 / flops))
     graphs = {}
@@ -199,7 +203,7 @@ def report_times(width: int, rows: int, causal: bool, rounds: int, variants: lis
                 times[name].append(start.elapsed_time(stop) / repeats)
     medians = {name: sorted(x)[len(x) // 2] for name, x in times.items()}
     for name, time in medians.items():
-        found = {"width": width, "rows": rows, "causal": causal, "variant": name}
+        found = {"width": width, "rows": rows, "causal": causal, "spread": spread, "variant": name}
         print(json.dumps(found | {"ms": round(time, 4), "TFLOP/s": round(flops / time / 1e9, 1)}), flush=True)
     return medians[variants[0]]
 
@@ -234,6 +238,7 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--time", action="append", default=[], help="width,rows,full|causal")
+    parser.add_argument("--spread", type=float, default=1.0, help="standard deviation of the scores that are timed")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--set", action="append", default=[], help="fields of a configuration; timed beside each other")
     parser.add_argument("--rates", action="append", type=int, default=[], help="width")
@@ -244,7 +249,7 @@ def main() -> None:
             report_errors(given.width, given.cases.split(","))
     for case in given.time:
         width, rows, form = case.split(",")
-        report_times(int(width), int(rows), form == "causal", given.rounds, variants)
+        report_times(int(width), int(rows), form == "causal", given.rounds, variants, given.spread)
     for width in given.rates:
         report_rates(width, given.rounds, variants[0])
 
