@@ -15,7 +15,14 @@ LOST = 128 * 2.0**-10 / 2.0**3  # of a block: half of the smallest number for ea
 
 
 def call_of(
-    width: int, rows: Any, keys: Any, heads: tuple[int, int] = (2, 2), batch: int = 1, scales: float = 1.5, **more: Any
+    width: int,
+    rows: Any,
+    keys: Any,
+    heads: tuple[int, int] = (2, 2),
+    batch: int = 1,
+    scales: float = 1.5,
+    of_keys: torch.dtype = FP8,
+    **more: Any,
 ) -> dict[str, Any]:
     """The arguments of a call; lists of lengths make a packed one, whose last tokens are outside of all sequences."""
     make = torch.Generator().manual_seed(width + heads[0])
@@ -27,7 +34,8 @@ def call_of(
             (sum(n) + 3, h, width) for h, n in zip((heads[0], heads[1], heads[1]), (rows, keys, keys), strict=True)
         ]
         more |= {"cu_seqlens_q": offsets(*rows), "cu_seqlens_k": offsets(*keys)}
-    tensors = [torch.randn(x, generator=make).to(FP8) for x in shapes]
+    dtypes = FP8, of_keys, of_keys
+    tensors = [torch.randn(x, generator=make).to(dtype) for x, dtype in zip(shapes, dtypes, strict=True)]
     given: dict[str, Any] = dict(zip("qkv", tensors, strict=True))
     given |= {"out_dtype": torch.float32, "return_lse": True} | more
     if scales:
@@ -49,6 +57,7 @@ CASES = {
     "narrower": call_of(96, 100, 150, causal=True),
     "rows without keys": call_of(80, 200, 100, causal=True, out_dtype=torch.float16),
     "negative scale": call_of(64, 70, 130, scale=-0.1),
+    "e5m2": call_of(128, 70, 150, (2, 1), of_keys=torch.float8_e5m2, causal=True),
     "packed": call_of(64, (70, 0, 130), (100, 20, 257), (4, 2), causal=True),
     "packed, used": call_of(128, (70, 1, 130), (100, 20, 257), seqused_k=torch.tensor([50, 20, 0]).int()),
 }
@@ -83,7 +92,7 @@ def is_close(given: dict[str, Any], out: Tensor, lse: Tensor, of_products: float
     """
     exact: dict[str, Any] = on("cpu", given) | {"out_dtype": torch.float32}
     expected, expected_lse = run(exact, "reference")
-    size, _ = run(exact | {"v": exact["v"].float().abs().to(FP8)}, "reference")
+    size, _ = run(exact | {"v": exact["v"].float().abs().to(exact["v"].dtype)}, "reference")
     largest = exact["v"].float().abs().max() * (1 if "v_descale" not in exact else exact["v_descale"].max())
     score = of_products * largest_sum(exact)
     bound = 2 * (ROUNDING + score + of_products) * size + LOST * largest

@@ -125,8 +125,8 @@ def declines_eight_bit(problem: Problem) -> str | None:
     """Why the kernel of 8 bits does not take a problem; `None` if it does."""
     p, of = problem, problem.eight_bit
     assert of is not None
-    if of.format != "e4m3":
-        return "in 8 bits, it supports keys and values in float8_e4m3fn"
+    if of.format not in ("e4m3", "e5m2"):
+        return "in 8 bits, it supports keys and values in float8_e4m3fn and float8_e5m2"
     if of.q_by_row or of.k_by_key or of.v_by_key:
         return "in 8 bits, it supports scales of heads"
     if p.pages is not None or p.latent or p.batch_invariant or p.seqused_q or p.leftpad_k:

@@ -1,4 +1,4 @@
-"""The launch of forward for queries, keys and values in float8_e4m3fn."""
+"""The launch of forward for queries, keys and values of 8 bits."""
 
 from functools import partial
 from typing import Any

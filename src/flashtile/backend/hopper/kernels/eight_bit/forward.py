@@ -1,4 +1,4 @@
-"""Forward kernel for q, k and v in float8_e4m3fn on Hopper, in Gluon.
+"""Forward kernel for q, k and v of 8 bits on Hopper, in Gluon: q in float8_e4m3fn, k and v in that or in float8_e5m2.
 
 The structure is that of `forward.forward`: a scheduler warp, a producer warp, consumer warpgroups of 64 rows. One more
 warpgroup transposes values on their way (`transpose`).
@@ -72,16 +72,15 @@ def eight_bit_forward_kernel(
     OF_V: gl.constexpr = FIRST_BARRIER + STAGES
     OF_TRANSPOSED: gl.constexpr = OF_V + V_STAGES
     gl.static_assert(OF_TRANSPOSED + TRANSPOSED_STAGES - 1 <= LAST_BARRIER)
-    dtype: gl.constexpr = q_desc.dtype
     q = make_buffers(q_desc, Q_BUFFERS, HEAD_DIM)
     k = make_pipeline(k_desc, STAGES, NamedBarriers(FIRST_BARRIER, CONSUMERS + 32), HEAD_DIM)
     v = make_pipeline(v_desc, V_STAGES, NamedBarriers(OF_V, TRANSPOSING + 32), HEAD_DIM_V)
     layout: gl.constexpr = gl.NVMMASharedLayout(min(BLOCK_N, 128), 8, 2)
-    data = gl.allocate_shared_memory(dtype, [TRANSPOSED_STAGES, HEAD_DIM_V.width, BLOCK_N], layout)
+    data = gl.allocate_shared_memory(v_desc.dtype, [TRANSPOSED_STAGES, HEAD_DIM_V.width, BLOCK_N], layout)
     empty = NamedBarriers(OF_TRANSPOSED, CONSUMERS + TRANSPOSING)
     transposed = Pipeline((data,), make_mbarriers(TRANSPOSED_STAGES, 1), empty)
     pipelines = EightBitPipelines(q, make_mbarriers(Q_BUFFERS, 1), k, v, transposed)
-    quarters = gl.allocate_shared_memory(dtype, [SUM_COLUMNS, BLOCK_N], layout)
+    quarters = gl.allocate_shared_memory(q_desc.dtype, [SUM_COLUMNS, BLOCK_N], layout)
     fill_quarters(quarters)
     queue = make_tile_queue(CONFIG.num_warpgroups + 2)
     smem = allocate_boxes(out_desc, CONFIG.num_warpgroups, CONFIG.epilogue_columns)
