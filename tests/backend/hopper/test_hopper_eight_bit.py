@@ -83,7 +83,7 @@ BUGS = {
     "another order of keys": (TRANSPOSE, "[4, 1, 0, 2, 3]", "[4, 1, 0, 3, 2]"),
     "p in another order": (ROUNDED, "[first, second, third, fourth]", "[first, third, second, fourth]"),
     "a sink as large as without an offset": (SOFTMAX, "l * LARGEST_P_OF_A_SINK", "l"),
-    "values in the dtype of queries": (FORWARD, "shared_memory(v_desc.dtype", "shared_memory(q_desc.dtype"),
+    "values in the dtype of queries": (FORWARD, "v_desc.dtype, [TRANSPOSED_STAGES", "q_desc.dtype, [TRANSPOSED_STAGES"),
     "acc overflows": (SOFTMAX, "max.f32 top, top, other; max.f32 top, top, 0fFF7FFFFF;", ""),
     "the head of queries": (MAINLOOP, "descales.v_descale_h, b, tile.head_k)", "descales.v_descale_h, b, tile.head)"),
 }  # fmt: skip
