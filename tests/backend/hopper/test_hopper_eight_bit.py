@@ -1,7 +1,9 @@
 """The Hopper kernel of float8_e4m3fn without a GPU: results on the emulation, and mistakes that it notices."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +14,14 @@ from eight_bit_cases import CASES, FP8, call_of, is_close, run, tail
 from forced import first, forced
 from gluon_emulation.backend import FOLDER, copy_with_mistake, emulated
 from gluon_emulation.machine import EmulationError
+from paged_cases import CASES as PAGED_CASES
+from paged_cases import with_missing_pages
 
 from flashtile.backend.hopper import support
+from flashtile.testing.case import Case
+from flashtile.testing.oracle import solve
 from flashtile.testing.poison import poisoned_allocation
+from flashtile.testing.tolerance import compare
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -61,6 +68,38 @@ def error_of_tail(place: int, folder: Path = FOLDER) -> float:
 def test_another_configuration() -> None:
     with forced(support, first(num_warpgroups=2, transpose_warps=4, speculative_exps=8)):
         assert not is_wrong(CASES["causal"], seed=1)
+
+
+PAGED = {
+    "8 keys a page": {},
+    "16": {"q_descale": torch.tensor([0.5, 1.5]), "k_descale": torch.tensor([[0.5, 2.0], [1.0, 0.3], [1.5, 0.7]])},
+    "24, hdim 96": {"v_descale": torch.tensor([0.5, 1.5])},
+    "64, features": {},
+    "192, hdim 256": {},
+    "dense cache": {"v_descale": torch.tensor([[0.5, 2.0], [1.0, 0.3], [1.5, 0.7]])},
+    "dense cache, packed": {},
+}
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_pages(name: str) -> None:
+    case = replace(PAGED_CASES[name], dtype=FP8).case(0, "cpu")
+    assert wrong_of(replace(case, arguments=case.arguments | PAGED[name])) == []
+
+
+def test_pages_that_do_not_exist_hold_no_keys() -> None:
+    case, masked = with_missing_pages(16, "cpu", packed=True, dtype=FP8)
+    with mock.patch("flashtile.call.device.host_readable", return_value=False):
+        assert wrong_of(case, masked) == []
+
+
+def wrong_of(case: Case, meant: Case | None = None) -> list[str]:
+    """Results outside of their error bounds."""
+    expected = solve(meant or case)
+    with emulated(3, 0) as launched, poisoned_allocation():
+        results = case.run("hopper")
+    assert launched.count("eight_bit_forward_kernel") == 1
+    return [str(x) for x in compare(results, meant or case, expected, rounds_to_eight_bits=True) if not x.ok]
 
 
 MAINLOOP, TRANSPOSE, FORWARD, SOFTMAX, ROUNDED = (

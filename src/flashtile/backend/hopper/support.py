@@ -129,10 +129,12 @@ def declines_eight_bit(problem: Problem) -> str | None:
         return "in 8 bits, it supports keys and values in float8_e4m3fn and float8_e5m2"
     if of.q_by_row or of.k_by_key or of.v_by_key:
         return "in 8 bits, it supports scales of heads"
-    if p.pages is not None or p.latent or p.batch_invariant or p.seqused_q or p.leftpad_k:
-        return "in 8 bits, it supports neither pages, latent rows, batch_invariant nor seqused_q"
+    if p.latent or p.batch_invariant or p.seqused_q or p.leftpad_k:
+        return "in 8 bits, it supports neither latent rows, batch_invariant, seqused_q nor leftpad_k"
     if has_unpaged_features(p) or p.window.chunk is not None:
         return "in 8 bits, it does not support dropout, biases, masks, score_mods and attention_chunk"
+    if (reason := declines_pages(p)) is not None:
+        return reason
     if eight_bit_width(p) is None or any(d % EIGHT_BIT_STEP for d in (p.head_dim, p.head_dim_v)):
         return f"in 8 bits, it supports head dimensions that are multiples of {EIGHT_BIT_STEP} up to 256"
     if p.alignment < TMA_ALIGNMENT:

@@ -17,8 +17,9 @@ from ...replays import Results
 from ...scalars import head_strides, head_terms, rows_last, score_units, window_numbers
 from ..tile_config import MMA_M, EightBitForward
 from . import KERNELS
-from .descriptors import dense_descriptor, is_tma_aligned, ragged_descriptor
+from .descriptors import dense_descriptor, is_tma_aligned, pages_descriptor, ragged_descriptor
 from .formulas import NO_INPUTS
+from .forward import page_scalars, paged_seqlens
 from .scheduler_args import query_group, scheduler_args
 from .semaphores import tile_count_semaphore
 
@@ -44,21 +45,23 @@ def launch_forward(recorder: Recorder, config: EightBitForward, call: Call) -> R
 def launch_tiles(recorder: Recorder, config: EightBitForward, call: Call, out: Tensor, lse: Tensor) -> None:
     t = call.tensors
     q, k, v = (recorder.op(rows_last, x) for x in t[:3])
-    packed = t.cu_seqlens_q is not None
+    packed, paged = t.cu_seqlens_q is not None, t.page_table is not None
     make_descriptor = ragged_descriptor if packed else dense_descriptor
+    describe_keys = pages_descriptor if paged else make_descriptor
     scales, strides = descales(call)
     pointers = {
         "q_desc": Described(q, make_descriptor, (MMA_M, config.head_dim.box)),
-        "k_desc": Described(k, make_descriptor, (config.block_n, config.head_dim.box)),
-        "v_desc": Described(v, make_descriptor, (config.block_n, config.head_dim_v.box)),
+        "k_desc": Described(k, describe_keys, config.box_of_keys(config.head_dim)),
+        "v_desc": Described(v, describe_keys, config.box_of_keys(config.head_dim_v)),
         "out_desc": Described(out, make_descriptor, (MMA_M, min(config.value_columns, config.epilogue_columns))),
         "lse": lse,
         "tile_count_semaphore": recorder.op(partial(tile_count_semaphore, q.device, packed)),
         **{symbol: recorder.contiguous(x) for symbol, x in head_terms(t).items()},
         "sinks": recorder.contiguous(t.sinks),
         "cu_seqlens_q": recorder.contiguous(t.cu_seqlens_q),
-        "cu_seqlens_k": recorder.contiguous(t.cu_seqlens_k),
-        "seqused_k": recorder.contiguous(t.seqused_k),
+        "cu_seqlens_k": None if paged else recorder.contiguous(t.cu_seqlens_k),
+        "seqused_k": recorder.contiguous(paged_seqlens(recorder, t) if paged else t.seqused_k),
+        "page_table": None if t.page_table is None else recorder.op(rows_last, t.page_table),
         **scales,
         **pair_pointers(t),
     }
@@ -71,6 +74,7 @@ def launch_tiles(recorder: Recorder, config: EightBitForward, call: Call, out: T
         **window_numbers(call),
         **head_strides(t, absent=0),
         **strides,
+        **page_scalars(t),
         **{name: x for name, x in pairs.items() if name != "pair_align"},
         **NO_INPUTS,
         "num_heads": t.q.shape[1],
@@ -86,7 +90,7 @@ def descales(call: Call) -> tuple[dict[str, Tensor | None], dict[str, int | None
     """Pointers and strides of the scales of heads."""
     t = call.tensors
     batch = t.q.shape[0] if t.cu_seqlens_q is None else t.cu_seqlens_q.shape[0] - 1
-    heads = t.k.shape[1]
+    heads = t.k.shape[-2 if call.layout != "dense" else 1]
     pointers: dict[str, Tensor | None] = {}
     strides: dict[str, int | None] = {}
     for name in ("q_descale", "k_descale", "v_descale"):

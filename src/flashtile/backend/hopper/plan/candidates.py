@@ -35,7 +35,7 @@ DQ_LENGTH = 256  # rows and keys from which warpgroups add dq to zeros
 def forward(problem: Problem, device: Device) -> Iterator[tuple[ForwardConfig | Float32Forward | LatentForward, int]]:
     """Configurations, and numbers of programs that share the keys of a tile."""
     if problem.dtype is QUERIES:
-        of_bytes = EIGHT_BIT[eight_bit_width(problem) or 0]  # `support` declines others
+        of_bytes = with_pages(EIGHT_BIT[eight_bit_width(problem) or 0], problem)  # `support` declines others
         yield from ((replace(of_bytes, heads_at_once=n), 1) for n in forward_orders(problem))
         return
     if is_latent(problem):

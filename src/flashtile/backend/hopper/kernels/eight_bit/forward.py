@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ....gpu.grouped import without
 from ..forward.forward import result_coord
 from ..forward.mainloop import ForwardOutputs, warpgroup_tile
+from ..forward.page_producers import keys_warp
 from ..forward.producer import q_stage
 from ..shared import softmax as shared_softmax
 from ..shared.block_lists import BlockLists
@@ -18,7 +19,6 @@ from ..shared.compat import Pointer, Scalar, kernel, reinterpret_smem
 from ..shared.epilogue import tma_store_columns
 from ..shared.masking import MaskBounds
 from ..shared.mma import MMA_M, scale_rows
-from ..shared.pages import PageTable
 from ..shared.pipeline import (
     FIRST_BARRIER,
     LAST_BARRIER,
@@ -44,21 +44,22 @@ from .mainloop import (
     value_descale,
 )
 from .partitions import run_partitions
-from .producer import EightBitPipelines, producer_warp
+from .producer import EightBitPipelines, producer_warp, values_warp
 from .transpose import panel_layout, transpose_warps
 
 QUARTERS = gl.constexpr(0x2828)  # two numbers 0.25 in float8_e4m3fn
 EightBitScheduler = without(TileScheduler, "num_splits", lists=without(BlockLists, *BlockLists._fields))
-EightBitSeqlens = without(SeqlenInfo, page_table=without(PageTable, *PageTable._fields))
 
 
 @kernel
 def eight_bit_forward_kernel(
     q_desc: Pointer, k_desc: Pointer, v_desc: Pointer, out_desc: Pointer, lse: Pointer, stride_lse: Scalar,
-    scheduler: EightBitScheduler, seqlens: EightBitSeqlens, bounds: MaskBounds, params: ScoreParams,
+    scheduler: EightBitScheduler, seqlens: SeqlenInfo, bounds: MaskBounds, params: ScoreParams,
     descales: Descales, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Boxes: q and out `[1, 1, MMA_M, columns]`, k and v `[1, 1, BLOCK_N, columns]`; one more leading 1 if packed."""
+    """Boxes: q and out `[1, 1, MMA_M, columns]`, k and v `[1, 1, BLOCK_N, columns]`; one more leading 1 if packed. With
+    pages, boxes of k and v are `[1, 1, 1, CONFIG.page_rows, columns]` (`pages`).
+    """
     PACKED: gl.constexpr = seqlens.cu_seqlens_q is not None
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
@@ -73,8 +74,9 @@ def eight_bit_forward_kernel(
     OF_TRANSPOSED: gl.constexpr = OF_V + V_STAGES
     gl.static_assert(OF_TRANSPOSED + TRANSPOSED_STAGES - 1 <= LAST_BARRIER)
     q = make_buffers(q_desc, Q_BUFFERS, HEAD_DIM)
-    k = make_pipeline(k_desc, STAGES, NamedBarriers(FIRST_BARRIER, CONSUMERS + 32), HEAD_DIM)
-    v = make_pipeline(v_desc, V_STAGES, NamedBarriers(OF_V, TRANSPOSING + 32), HEAD_DIM_V)
+    PARTS: gl.constexpr = CONFIG.page_parts
+    k = make_pipeline(k_desc, STAGES, NamedBarriers(FIRST_BARRIER, CONSUMERS + 32), HEAD_DIM, PARTS)
+    v = make_pipeline(v_desc, V_STAGES, NamedBarriers(OF_V, TRANSPOSING + 32), HEAD_DIM_V, PARTS)
     layout: gl.constexpr = gl.NVMMASharedLayout(min(BLOCK_N, 128), 8, 2)
     data = gl.allocate_shared_memory(v_desc.dtype, [TRANSPOSED_STAGES, HEAD_DIM_V.width, BLOCK_N], layout)
     empty = NamedBarriers(OF_TRANSPOSED, CONSUMERS + TRANSPOSING)
@@ -82,25 +84,39 @@ def eight_bit_forward_kernel(
     pipelines = EightBitPipelines(q, make_mbarriers(Q_BUFFERS, 1), k, v, transposed)
     quarters = gl.allocate_shared_memory(q_desc.dtype, [SUM_COLUMNS, BLOCK_N], layout)
     fill_quarters(quarters)
-    queue = make_tile_queue(CONFIG.num_warpgroups + 2)
+    queue = make_tile_queue(CONFIG.num_warpgroups + 1 + CONFIG.num_producers)
     smem = allocate_boxes(out_desc, CONFIG.num_warpgroups, CONFIG.epilogue_columns)
     fence_async_shared()
 
+    pages = seqlens.page_table
     outputs = ForwardOutputs(out_desc, smem, lse, None, stride_lse, None)
     context = EightBitContext(
         pipelines, quarters, outputs, queue, bounds, scheduler.diagonal, params, descales, scheduler.lists,
-        seqlens.page_table,
+        pages,
     )  # fmt: skip
-    run_partitions(
-        CONFIG,
-        consumer_warpgroup,
-        (context, CONFIG, PACKED),
-        (transpose_warps, (pipelines, queue, CONFIG)),
-        [
-            (producer_warp, (q_desc, k_desc, v_desc, pipelines, queue, CONFIG, PACKED)),
-            (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
-        ],
-    )
+    if CONFIG.page_rows > 0:
+        run_partitions(
+            CONFIG,
+            consumer_warpgroup,
+            (context, CONFIG, PACKED),
+            (transpose_warps, (pipelines, queue, CONFIG)),
+            [
+                (keys_warp, (q_desc, k_desc, pipelines, queue, pages, CONFIG, PACKED)),
+                (values_warp, (v_desc, pipelines, queue, pages, CONFIG)),
+                (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
+            ],
+        )
+    else:
+        run_partitions(
+            CONFIG,
+            consumer_warpgroup,
+            (context, CONFIG, PACKED),
+            (transpose_warps, (pipelines, queue, CONFIG)),
+            [
+                (producer_warp, (q_desc, k_desc, v_desc, pipelines, queue, CONFIG, PACKED)),
+                (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
+            ],
+        )
 
 
 @gluon.jit

@@ -58,7 +58,7 @@ class EightBitContext(NamedTuple):
     params: ScoreParams
     descales: Descales
     lists: BlockLists  # none
-    pages: PageTable  # none
+    pages: PageTable
 
 
 class EightBitState(NamedTuple):

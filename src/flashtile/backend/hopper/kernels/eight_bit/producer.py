@@ -1,4 +1,4 @@
-"""The producer warp: TMA loads of q, k and v in 8 bits."""
+"""The producer warps: TMA loads of q, k and v in 8 bits."""
 
 from typing import NamedTuple
 
@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from ..forward.producer import load_q
 from ..shared.coordinates import kv_coord
+from ..shared.pages import acquire_and_load_pages, load_parts
 from ..shared.pipeline import Pipeline, SmemBuffers, acquire_and_load
 from ..shared.tile_scheduler import REQUEST_DISTANCE, pop_tile, request_tile
 
@@ -41,6 +42,25 @@ def producer_warp(q_desc, k_desc, v_desc, pipelines, queue, CONFIG: gl.constexpr
             if step == 0:
                 load_q(q_desc, pipelines, tile, tile_count, CONFIG, PACKED)
             acquire_and_load(pipelines.v, v_desc, coord, count, V_STAGES, HEAD_DIM_V)
+            count += 1
+        tile_count += 1
+        tile = pop_tile(queue, tile_count)
+
+
+@gluon.jit
+def values_warp(v_desc, pipelines, queue, pages, CONFIG: gl.constexpr):
+    """The partition that loads v from pages, beside `forward.page_producers.keys_warp`."""
+    HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
+    OF_VALUES: gl.constexpr = CONFIG.of_values
+    tile_count = 0
+    count = 0
+    tile = pop_tile(queue, 0)
+    while tile.b >= 0:
+        parts = load_parts(pages, tile, tile.hi - 1, CONFIG)
+        for step in range(tile.hi - tile.lo):
+            next_parts = load_parts(pages, tile, tile.hi - 2 - step, CONFIG)
+            acquire_and_load_pages(pipelines.v, v_desc, tile.head_k, parts, count, HEAD_DIM_V, OF_VALUES)
+            parts = next_parts
             count += 1
         tile_count += 1
         tile = pop_tile(queue, tile_count)
