@@ -1,13 +1,16 @@
 """Calls in float8_e4m3fn, and how far their results may be from exact ones of the dequantized numbers."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
+import paged_cases
 import torch
 from checking import offsets
 from torch import Tensor
 
 import flashtile
+from flashtile.testing.case import Case
 
 FP8 = torch.float8_e4m3fn
 ROUNDING = 2.0**-4  # of p, relative; another one of p's sum
@@ -75,6 +78,23 @@ def tail(keys: int, place: int, bits: int, width: int = 64) -> tuple[dict[str, A
     first = place // 128 * 128
     others = keys - (min(first + 128, keys) - first)
     return {name: x.to(FP8) if name in "qkv" else x for name, x in given.items()}, others / (keys - 1 + 2.0**bits)
+
+
+PAGED: dict[str, dict[str, Any]] = {  # scales
+    "8 keys a page": {},
+    "16": {"q_descale": torch.tensor([0.5, 1.5]), "k_descale": torch.tensor([[0.5, 2.0], [1.0, 0.3], [1.5, 0.7]])},
+    "24, hdim 96": {"v_descale": torch.tensor([0.5, 1.5])},
+    "64, features": {},
+    "192, hdim 256": {},
+    "dense cache": {"v_descale": torch.tensor([[0.5, 2.0], [1.0, 0.3], [1.5, 0.7]])},
+    "dense cache, packed": {},
+}
+
+
+def paged_case(name: str, device: str) -> Case:
+    """A problem with keys of 8 bits in pages."""
+    case = replace(paged_cases.CASES[name], dtype=FP8).case(0, device)
+    return replace(case, arguments=case.arguments | on(device, PAGED[name]))
 
 
 def run(given: dict[str, Any], backend: str) -> tuple[Tensor, Tensor]:

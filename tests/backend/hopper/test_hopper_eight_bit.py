@@ -1,6 +1,6 @@
 """The Hopper kernel of float8_e4m3fn without a GPU: results on the emulation, and mistakes that it notices."""
 
-from dataclasses import replace
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,11 +10,10 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from eight_bit_cases import CASES, FP8, call_of, is_close, run, tail
+from eight_bit_cases import CASES, FP8, PAGED, call_of, is_close, paged_case, run, tail
 from forced import first, forced
 from gluon_emulation.backend import FOLDER, copy_with_mistake, emulated
 from gluon_emulation.machine import EmulationError
-from paged_cases import CASES as PAGED_CASES
 from paged_cases import with_missing_pages
 
 from flashtile.backend.hopper import support
@@ -70,21 +69,9 @@ def test_another_configuration() -> None:
         assert not is_wrong(CASES["causal"], seed=1)
 
 
-PAGED = {
-    "8 keys a page": {},
-    "16": {"q_descale": torch.tensor([0.5, 1.5]), "k_descale": torch.tensor([[0.5, 2.0], [1.0, 0.3], [1.5, 0.7]])},
-    "24, hdim 96": {"v_descale": torch.tensor([0.5, 1.5])},
-    "64, features": {},
-    "192, hdim 256": {},
-    "dense cache": {"v_descale": torch.tensor([[0.5, 2.0], [1.0, 0.3], [1.5, 0.7]])},
-    "dense cache, packed": {},
-}
-
-
 @pytest.mark.parametrize("name", PAGED)
 def test_pages(name: str) -> None:
-    case = replace(PAGED_CASES[name], dtype=FP8).case(0, "cpu")
-    assert wrong_of(replace(case, arguments=case.arguments | PAGED[name])) == []
+    assert wrong_of(paged_case(name, "cpu")) == []
 
 
 def test_pages_that_do_not_exist_hold_no_keys() -> None:
@@ -93,17 +80,23 @@ def test_pages_that_do_not_exist_hold_no_keys() -> None:
         assert wrong_of(case, masked) == []
 
 
-def wrong_of(case: Case, meant: Case | None = None) -> list[str]:
+def test_stages_of_keys_for_values_in_pages(tmp_path: Path) -> None:
+    copy_with_mistake(tmp_path / "pages", PRODUCER, "stages", "HEAD_DIM_V, OF_VALUES)", "HEAD_DIM_V, CONFIG)")
+    with suppress(EmulationError, RuntimeError):
+        assert wrong_of(paged_case("192, hdim 256", "cpu"), folder=tmp_path / "pages") != []
+
+
+def wrong_of(case: Case, meant: Case | None = None, folder: Path = FOLDER) -> list[str]:
     """Results outside of their error bounds."""
     expected = solve(meant or case)
-    with emulated(3, 0) as launched, poisoned_allocation():
+    with emulated(3, 0, folder) as launched, poisoned_allocation():
         results = case.run("hopper")
     assert launched.count("eight_bit_forward_kernel") == 1
     return [str(x) for x in compare(results, meant or case, expected, rounds_to_eight_bits=True) if not x.ok]
 
 
-MAINLOOP, TRANSPOSE, FORWARD, SOFTMAX, ROUNDED = (
-    f"kernels/eight_bit/{name}.py" for name in ("mainloop", "transpose", "forward", "softmax", "rounding")
+MAINLOOP, TRANSPOSE, FORWARD, SOFTMAX, ROUNDED, PRODUCER = (
+    f"kernels/eight_bit/{name}.py" for name in ("mainloop", "transpose", "forward", "softmax", "rounding", "producer")
 )
 WAIT_VALUES = "consumer_wait(v_transposed, count, CONFIG.transposed_stages)\n    acc"
 WAIT_S = "s = warpgroup_mma_wait(0, deps=(s,))\n    "

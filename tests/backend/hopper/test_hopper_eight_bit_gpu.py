@@ -4,9 +4,12 @@ import math
 
 import pytest
 import torch
-from eight_bit_cases import CASES, FP8, call_of, is_close, on, run, tail
+from eight_bit_cases import CASES, FP8, PAGED, call_of, is_close, on, paged_case, run, tail
 
 from flashtile.backend.hopper import support
+from flashtile.testing.oracle import solve
+from flashtile.testing.poison import poisoned_allocation
+from flashtile.testing.tolerance import compare
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,6 +25,15 @@ def test_results(name: str) -> None:
     given = CASES[name]
     out, lse = run(on("cuda", given), "hopper")
     assert is_close(given, out, lse, of_products=PRODUCTS * given["q"].shape[-1] / 32)
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_pages(name: str) -> None:
+    case = paged_case(name, "cuda")
+    with poisoned_allocation():
+        results = {key: x.cpu() for key, x in case.run("hopper").items()}
+    expected = solve(case)
+    assert [str(x) for x in compare(results, case, expected, rounds_to_eight_bits=True) if not x.ok] == []
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])

@@ -11,7 +11,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ....gpu.grouped import without
 from ..forward.forward import result_coord
 from ..forward.mainloop import ForwardOutputs, warpgroup_tile
-from ..forward.page_producers import keys_warp
 from ..forward.producer import q_stage
 from ..shared import softmax as shared_softmax
 from ..shared.block_lists import BlockLists
@@ -44,7 +43,7 @@ from .mainloop import (
     value_descale,
 )
 from .partitions import run_partitions
-from .producer import EightBitPipelines, producer_warp, values_warp
+from .producer import EightBitPipelines, pages_warp, producer_warp
 from .transpose import panel_layout, transpose_warps
 
 QUARTERS = gl.constexpr(0x2828)  # two numbers 0.25 in float8_e4m3fn
@@ -84,7 +83,7 @@ def eight_bit_forward_kernel(
     pipelines = EightBitPipelines(q, make_mbarriers(Q_BUFFERS, 1), k, v, transposed)
     quarters = gl.allocate_shared_memory(q_desc.dtype, [SUM_COLUMNS, BLOCK_N], layout)
     fill_quarters(quarters)
-    queue = make_tile_queue(CONFIG.num_warpgroups + 1 + CONFIG.num_producers)
+    queue = make_tile_queue(CONFIG.num_warpgroups + 2)
     smem = allocate_boxes(out_desc, CONFIG.num_warpgroups, CONFIG.epilogue_columns)
     fence_async_shared()
 
@@ -101,8 +100,7 @@ def eight_bit_forward_kernel(
             (context, CONFIG, PACKED),
             (transpose_warps, (pipelines, queue, CONFIG)),
             [
-                (keys_warp, (q_desc, k_desc, pipelines, queue, pages, CONFIG, PACKED)),
-                (values_warp, (v_desc, pipelines, queue, pages, CONFIG)),
+                (pages_warp, (q_desc, k_desc, v_desc, pipelines, queue, pages, CONFIG, PACKED)),
                 (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
             ],
         )

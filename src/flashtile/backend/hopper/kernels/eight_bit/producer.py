@@ -1,4 +1,4 @@
-"""The producer warps: TMA loads of q, k and v in 8 bits."""
+"""The producer warp: TMA loads of q, k and v in 8 bits."""
 
 from typing import NamedTuple
 
@@ -48,17 +48,25 @@ def producer_warp(q_desc, k_desc, v_desc, pipelines, queue, CONFIG: gl.constexpr
 
 
 @gluon.jit
-def values_warp(v_desc, pipelines, queue, pages, CONFIG: gl.constexpr):
-    """The partition that loads v from pages, beside `forward.page_producers.keys_warp`."""
+def pages_warp(q_desc, k_desc, v_desc, pipelines, queue, pages, CONFIG: gl.constexpr, PACKED: gl.constexpr):
+    """As `producer_warp`, for keys in pages. In 16 bits two warps load them; here one more would leave all threads
+    fewer registers.
+    """
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
     OF_VALUES: gl.constexpr = CONFIG.of_values
     tile_count = 0
     count = 0
     tile = pop_tile(queue, 0)
     while tile.b >= 0:
+        blocks = tile.hi - tile.lo
         parts = load_parts(pages, tile, tile.hi - 1, CONFIG)
-        for step in range(tile.hi - tile.lo):
+        for step in range(blocks):
+            request_tile(queue, step == gl.maximum(blocks - REQUEST_DISTANCE, 0))
             next_parts = load_parts(pages, tile, tile.hi - 2 - step, CONFIG)
+            acquire_and_load_pages(pipelines.k, k_desc, tile.head_k, parts, count, HEAD_DIM, CONFIG)
+            if step == 0:
+                load_q(q_desc, pipelines, tile, tile_count, CONFIG, PACKED)
             acquire_and_load_pages(pipelines.v, v_desc, tile.head_k, parts, count, HEAD_DIM_V, OF_VALUES)
             parts = next_parts
             count += 1
