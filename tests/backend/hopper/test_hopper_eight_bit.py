@@ -81,7 +81,13 @@ def test_pages_that_do_not_exist_hold_no_keys() -> None:
 
 
 def test_stages_of_keys_for_values_in_pages(tmp_path: Path) -> None:
-    copy_with_mistake(tmp_path / "pages", PRODUCER, "stages", "HEAD_DIM_V, OF_VALUES)", "HEAD_DIM_V, CONFIG)")
+    copy_with_mistake(
+        tmp_path / "pages",
+        PRODUCER,
+        "stages",
+        "STAGES: gl.constexpr = CONFIG.v_stages\n    PARTS",
+        "STAGES: gl.constexpr = CONFIG.stages\n    PARTS",
+    )
     with suppress(EmulationError, RuntimeError):
         assert wrong_of(paged_case("192, hdim 256", "cpu"), folder=tmp_path / "pages") != []
 

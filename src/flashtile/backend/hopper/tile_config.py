@@ -199,15 +199,6 @@ class EightBitForward(ForwardConfig):
     skips_steps = False  # type: ignore[assignment]
 
     @property
-    def of_values(self) -> "EightBitForward":
-        """The configuration with the stages of values for those of keys."""
-        return replace(self, stages=self.v_stages)
-
-    def box_of_keys(self, head_dim: HeadDim) -> tuple[int, int]:
-        """As in 16 bits; a panel of shared memory has twice the columns."""
-        return (self.page_rows, min(head_dim.box, 2 * PAGE_COLUMNS)) if self.page_rows else (self.block_n, head_dim.box)
-
-    @property
     def value_chunks(self) -> int:
         return self.head_dim_v.width // self.value_columns
 

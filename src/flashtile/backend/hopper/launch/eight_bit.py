@@ -15,7 +15,7 @@ from ...gpu.pointers import Described
 from ...gpu.replay import Recorder
 from ...replays import Results
 from ...scalars import head_strides, head_terms, rows_last, score_units, window_numbers
-from ..tile_config import MMA_M, EightBitForward
+from ..tile_config import MMA_M, PAGE_COLUMNS, EightBitForward, HeadDim
 from . import KERNELS
 from .descriptors import dense_descriptor, is_tma_aligned, pages_descriptor, ragged_descriptor
 from .formulas import NO_INPUTS
@@ -51,8 +51,8 @@ def launch_tiles(recorder: Recorder, config: EightBitForward, call: Call, out: T
     scales, strides = descales(call)
     pointers = {
         "q_desc": Described(q, make_descriptor, (MMA_M, config.head_dim.box)),
-        "k_desc": Described(k, describe_keys, config.box_of_keys(config.head_dim)),
-        "v_desc": Described(v, describe_keys, config.box_of_keys(config.head_dim_v)),
+        "k_desc": Described(k, describe_keys, box_of_keys(config, config.head_dim)),
+        "v_desc": Described(v, describe_keys, box_of_keys(config, config.head_dim_v)),
         "out_desc": Described(out, make_descriptor, (MMA_M, min(config.value_columns, config.epilogue_columns))),
         "lse": lse,
         "tile_count_semaphore": recorder.op(partial(tile_count_semaphore, q.device, packed)),
@@ -84,6 +84,13 @@ def launch_tiles(recorder: Recorder, config: EightBitForward, call: Call, out: T
     }
     programs = min(describe_device(t.q.device).cores, scheduling["num_tiles"])
     recorder.launch(FORWARD, pointers, programs, scalars)
+
+
+def box_of_keys(config: EightBitForward, head_dim: HeadDim) -> tuple[int, int]:
+    """Rows and columns of a box of k or v. In pages, a panel of shared memory has twice the columns of 16 bits."""
+    if config.page_rows:
+        return config.page_rows, min(head_dim.box, 2 * PAGE_COLUMNS)
+    return config.block_n, head_dim.box
 
 
 def descales(call: Call) -> tuple[dict[str, Tensor | None], dict[str, int | None]]:

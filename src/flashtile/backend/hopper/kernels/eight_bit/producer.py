@@ -4,11 +4,13 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..forward.producer import load_q
-from ..shared.coordinates import kv_coord
-from ..shared.pages import acquire_and_load_pages, load_parts
-from ..shared.pipeline import Pipeline, SmemBuffers, acquire_and_load
+from ..shared.coordinates import RAGGED_EXTENT, kv_coord
+from ..shared.pages import acquire_and_load_pages, load_part, load_parts
+from ..shared.pipeline import Pipeline, SmemBuffers, acquire_and_load, producer_acquire, stage_of
+from ..shared.ptx import from_lane
 from ..shared.tile_scheduler import REQUEST_DISTANCE, pop_tile, request_tile
 
 
@@ -53,8 +55,6 @@ def pages_warp(q_desc, k_desc, v_desc, pipelines, queue, pages, CONFIG: gl.const
     fewer registers.
     """
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
-    HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
-    OF_VALUES: gl.constexpr = CONFIG.of_values
     tile_count = 0
     count = 0
     tile = pop_tile(queue, 0)
@@ -67,8 +67,27 @@ def pages_warp(q_desc, k_desc, v_desc, pipelines, queue, pages, CONFIG: gl.const
             acquire_and_load_pages(pipelines.k, k_desc, tile.head_k, parts, count, HEAD_DIM, CONFIG)
             if step == 0:
                 load_q(q_desc, pipelines, tile, tile_count, CONFIG, PACKED)
-            acquire_and_load_pages(pipelines.v, v_desc, tile.head_k, parts, count, HEAD_DIM_V, OF_VALUES)
+            acquire_and_load_values(pipelines.v, v_desc, tile.head_k, parts, count, CONFIG)
             parts = next_parts
             count += 1
         tile_count += 1
         tile = pop_tile(queue, tile_count)
+
+
+@gluon.jit
+def acquire_and_load_values(v, v_desc, head, parts, count, CONFIG: gl.constexpr):
+    """As `pages.acquire_and_load_pages`, for values, which have stages of their own."""
+    STAGES: gl.constexpr = CONFIG.v_stages
+    PARTS: gl.constexpr = CONFIG.page_parts
+    WIDTH: gl.constexpr = CONFIG.head_dim_v
+    BOXES: gl.constexpr = PARTS * (WIDTH.smem_width // v_desc.block_type.shape[-1])
+    stage = stage_of(count, STAGES)
+    full = v.full.index(stage)
+    producer_acquire(v.empty, count, STAGES)
+    mbarrier.expect(full, BOXES * v_desc.block_type.nbytes)
+    for part in range(PARTS):
+        stop, row = parts.stop, parts.row
+        if PARTS > 1:
+            stop, row = from_lane(stop, part), from_lane(row, part)
+        coord = (RAGGED_EXTENT, stop, head, row, 0)
+        load_part(v.data, full, v_desc, coord, stage, part, 0, len(WIDTH.chunks), STAGES, WIDTH, PARTS)
