@@ -7,10 +7,11 @@ from typing import Any
 import paged_cases
 import torch
 from checking import offsets
+from listed_masks import documents
 from torch import Tensor
 
 import flashtile
-from flashtile.testing.case import Case
+from flashtile.testing.case import Case, MaskFunction
 
 FP8 = torch.float8_e4m3fn
 ROUNDING = 2.0**-4  # of p, relative; another one of p's sum
@@ -89,6 +90,25 @@ PAGED: dict[str, dict[str, Any]] = {  # scales
     "dense cache": {"v_descale": torch.tensor([[0.5, 2.0], [1.0, 0.3], [1.5, 0.7]])},
     "dense cache, packed": {},
 }
+
+IDS = torch.repeat_interleave(torch.tensor([3, 8, 9, 4]), torch.tensor([130, 71, 180, 219]))
+DOCUMENTS = MaskFunction(documents, (IDS,))
+PADDING = (torch.arange(300) < torch.tensor([[140], [300]])).view(2, 1, 1, 300)
+ROWS = (torch.rand(1, 1, 250, 401, generator=torch.Generator().manual_seed(0)) < 0.5) & (torch.arange(401) > 140)
+MASKS: dict[str, dict[str, Any]] = {
+    "documents": call_of(128, 385, 385, mask=DOCUMENTS),
+    "documents, causal": call_of(64, 513, 401, (4, 2), mask=DOCUMENTS, causal=True),
+    "padding": call_of(128, 200, 300, batch=2, mask=PADDING, softcap=5.0),
+    "rows": call_of(256, 250, 401, mask=ROWS),
+}
+
+
+def mask_case(name: str, device: str) -> Case:
+    """A problem with a mask."""
+    given = {x: y for x, y in on(device, MASKS[name]).items() if x != "return_lse"}
+    if isinstance(given["mask"], MaskFunction):
+        given["mask"] = replace(given["mask"], tensors=tuple(x.to(device) for x in given["mask"].tensors))
+    return Case("attention", given, forward_only=True)
 
 
 def paged_case(name: str, device: str) -> Case:

@@ -13,6 +13,7 @@ from ...call.problem import OCTET, Problem, too_long
 from ...expression import Formula
 from ..gpu.formula import unsupported as unsupported_tensor
 from ..gpu.installed import triton_version
+from .plan.listed import Masked
 from .plan.widths import FUSED, ONE_BOX, SHARED_COLUMNS, WIDTHS, eight_bit_width, is_latent, widths
 
 if TYPE_CHECKING:
@@ -131,9 +132,9 @@ def declines_eight_bit(problem: Problem) -> str | None:
         return "in 8 bits, it supports scales of heads"
     if p.latent or p.batch_invariant or p.seqused_q or p.leftpad_k:
         return "in 8 bits, it supports neither latent rows, batch_invariant, seqused_q nor leftpad_k"
-    if has_unpaged_features(p) or p.window.chunk is not None:
-        return "in 8 bits, it does not support dropout, biases, masks, score_mods and attention_chunk"
-    if (reason := declines_pages(p)) is not None:
+    if p.dropout or p.features.bias is not None or p.score_mod is not None or p.window.chunk is not None:
+        return "in 8 bits, it does not support dropout, biases, score_mods and attention_chunk"
+    if (reason := declines_pages(p) or declines_eight_bit_mask(p)) is not None:
         return reason
     if eight_bit_width(p) is None or any(d % EIGHT_BIT_STEP for d in (p.head_dim, p.head_dim_v)):
         return f"in 8 bits, it supports head dimensions that are multiples of {EIGHT_BIT_STEP} up to 256"
@@ -142,6 +143,20 @@ def declines_eight_bit(problem: Problem) -> str | None:
     if min(p.batch, p.num_heads_q, p.seqlen_q, p.seqlen_k) == 0:
         return "the call is empty"
     return too_long(p)
+
+
+def declines_eight_bit_mask(problem: Problem) -> str | None:
+    """Why the kernel of 8 bits does not take a problem's mask; `None` if it does."""
+    if problem.features.mask is None and problem.mask_mod is None:
+        return None
+    if (reason := problem.untraced) is not None:
+        return reason
+    if isinstance(problem.mask_mod, Formula) and (reason := unsupported_tensor(problem.mask_mod)) is not None:
+        return reason
+    masked = Masked.of_problem(problem)
+    if masked is None or not masked.has_pair_bits():
+        return "in 8 bits, it supports masks of large dense calls, the same for all heads"
+    return None
 
 
 def declines_float32(problem: Problem) -> str | None:

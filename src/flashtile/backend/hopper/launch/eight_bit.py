@@ -9,16 +9,18 @@ from torch import Tensor
 from ....call import eight_bit
 from ....call.call import Call, Tensors, lse_shape, new_rows
 from ....call.device import describe_device
+from ...gpu.captured import needs_wide_offsets
 from ...gpu.kernel import Kernel
-from ...gpu.pairs import pair_pointers, pair_scalars
+from ...gpu.pairs import pair_pointers, pair_scalars, with_contiguous_keys
 from ...gpu.pointers import Described
 from ...gpu.replay import Recorder
 from ...replays import Results
 from ...scalars import head_strides, head_terms, rows_last, score_units, window_numbers
 from ..tile_config import MMA_M, PAGE_COLUMNS, EightBitForward, HeadDim
 from . import KERNELS
+from .block_lists import mask_states, row_lists
 from .descriptors import dense_descriptor, is_tma_aligned, pages_descriptor, ragged_descriptor
-from .formulas import NO_INPUTS
+from .formulas import NO_INPUTS, formulas_of, launch_with, score_mod_functions
 from .forward import page_scalars, paged_seqlens
 from .scheduler_args import query_group, scheduler_args
 from .semaphores import tile_count_semaphore
@@ -43,7 +45,10 @@ def launch_forward(recorder: Recorder, config: EightBitForward, call: Call) -> R
 
 
 def launch_tiles(recorder: Recorder, config: EightBitForward, call: Call, out: Tensor, lse: Tensor) -> None:
-    t = call.tensors
+    call = with_contiguous_keys(recorder, call)
+    lists, of_lists = row_lists(recorder, call, config.block_m, config.block_n, mask_states(recorder, call))
+    masked = lists["mask_bits"] is None  # by a function in the kernel or a tensor
+    t = call.tensors if masked else call.tensors._replace(mask=None)
     q, k, v = (recorder.op(rows_last, x) for x in t[:3])
     packed, paged = t.cu_seqlens_q is not None, t.page_table is not None
     make_descriptor = ragged_descriptor if packed else dense_descriptor
@@ -63,6 +68,7 @@ def launch_tiles(recorder: Recorder, config: EightBitForward, call: Call, out: T
         "seqused_k": recorder.contiguous(paged_seqlens(recorder, t) if paged else t.seqused_k),
         "page_table": None if t.page_table is None else recorder.op(rows_last, t.page_table),
         **scales,
+        **lists,
         **pair_pointers(t),
     }
     pairs = pair_scalars(t, 1)
@@ -75,15 +81,23 @@ def launch_tiles(recorder: Recorder, config: EightBitForward, call: Call, out: T
         **head_strides(t, absent=0),
         **strides,
         **page_scalars(t),
+        **of_lists,
         **{name: x for name, x in pairs.items() if name != "pair_align"},
-        **NO_INPUTS,
         "num_heads": t.q.shape[1],
         "group": query_group(call),
         "CONFIG": config.compiled,
         "num_warps": 4,
     }
     programs = min(describe_device(t.q.device).cores, scheduling["num_tiles"])
-    recorder.launch(FORWARD, pointers, programs, scalars)
+    formula, mask = formulas_of(call)
+    if formula is None or not masked:
+        recorder.launch(FORWARD, pointers, programs, scalars | NO_INPUTS)
+        return
+    tensors = t.score_mod_tensors
+    wide = any(needs_wide_offsets(x) for x in tensors)
+    contiguous = tuple(x.dim() > 0 and (x.stride(-1) == 1 or x.shape[-1] <= 1) for x in tensors)
+    functions = score_mod_functions(formula, mask, partial=False, wide=wide, contiguous=contiguous)
+    launch_with(recorder, call, FORWARD, pointers, programs, scalars, functions)
 
 
 def box_of_keys(config: EightBitForward, head_dim: HeadDim) -> tuple[int, int]:

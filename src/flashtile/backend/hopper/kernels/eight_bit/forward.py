@@ -10,10 +10,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ....gpu.grouped import without
 from ..forward.forward import result_coord
-from ..forward.mainloop import ForwardOutputs, warpgroup_tile
+from ..forward.mainloop import ForwardOutputs, load_tile, warpgroup_tile
 from ..forward.producer import q_stage
 from ..shared import softmax as shared_softmax
-from ..shared.block_lists import BlockLists
+from ..shared.block_lists import BlockLists, first_entry, load_entry
 from ..shared.compat import Pointer, Scalar, kernel, reinterpret_smem
 from ..shared.epilogue import tma_store_columns
 from ..shared.masking import MaskBounds
@@ -47,7 +47,7 @@ from .producer import EightBitPipelines, pages_warp, producer_warp
 from .transpose import panel_layout, transpose_warps
 
 QUARTERS = gl.constexpr(0x2828)  # two numbers 0.25 in float8_e4m3fn
-EightBitScheduler = without(TileScheduler, "num_splits", lists=without(BlockLists, *BlockLists._fields))
+EightBitScheduler = without(TileScheduler, "num_splits", lists=without(BlockLists, "ranks"))
 
 
 @kernel
@@ -111,7 +111,7 @@ def eight_bit_forward_kernel(
             (context, CONFIG, PACKED),
             (transpose_warps, (pipelines, queue, CONFIG)),
             [
-                (producer_warp, (q_desc, k_desc, v_desc, pipelines, queue, CONFIG, PACKED)),
+                (producer_warp, (q_desc, k_desc, v_desc, pipelines, queue, scheduler.lists, CONFIG, PACKED)),
                 (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
             ],
         )
@@ -132,7 +132,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     Q_STAGES: gl.constexpr = CONFIG.q_stages
     Q_BUFFERS: gl.constexpr = Q_STAGES * CONFIG.num_warpgroups
-    pipelines, queue, params = context.pipelines, context.queue, context.params
+    pipelines, queue, params, lists = context.pipelines, context.queue, context.params, context.lists
     q = pipelines.q
     count = 0  # steps of the main loop
     tile_count = 0
@@ -144,10 +144,17 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         q_i = stage_chunks(q, stage, Q_BUFFERS, HEAD_DIM)
         units = tile_units(params, context.descales, tile)
         state = initial_state(tile, params, CONFIG)
+        loaded = load_tile(params, wg_tile, CONFIG)
         n = tile.hi - 1
+        entry = first_entry(lists, tile)
         while n >= tile.lo:
-            state = mainloop_step(state, context, q_i, units, count, tile_count, wg_tile, n, warpgroup, CONFIG)
+            next_entry = load_entry(lists, tile.token_k, n - 1)
+            state = mainloop_step(
+                state, context, q_i, loaded, units, count, tile_count, wg_tile, n, entry, warpgroup, CONFIG
+            )  # fmt: skip
             n -= 1
+            if lists.data is not None:
+                entry = next_entry
             count += 1
         if Q_STAGES > 1:
             mbarrier.arrive(pipelines.q_empty.index(stage), count=1)

@@ -11,8 +11,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from ..forward.mainloop import ForwardOutputs, TileUnits, masked_scores, pair_block, release_q_early, zero_scores
-from ..shared.block_lists import BlockLists
+from ..forward.mainloop import (
+    ForwardOutputs,
+    TileUnits,
+    block_keys,
+    masked_scores,
+    pair_block,
+    release_q_early,
+    zero_scores,
+)
+from ..shared.block_lists import BlockLists, block_at, load_bits, partial_of
 from ..shared.column_masks import thread_view
 from ..shared.compat import Pointer, Scalar
 from ..shared.masking import MaskBounds
@@ -57,7 +65,7 @@ class EightBitContext(NamedTuple):
     diagonal: gl.tensor
     params: ScoreParams
     descales: Descales
-    lists: BlockLists  # none
+    lists: BlockLists
     pages: PageTable
 
 
@@ -135,8 +143,8 @@ def value_product(context, p, count, c: gl.constexpr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def scores_of_block(context, s, units, wg_tile, n, CONFIG: gl.constexpr):
-    """Final scores `[MMA_M, BLOCK_N]` of a complete product of q and block n."""
+def scores_of_block(context, s, wg_tile, block, entry, bits, loaded, units, CONFIG: gl.constexpr):
+    """Final scores `[MMA_M, BLOCK_N]` of a complete product of q and a block of keys."""
     params, descales = context.params, context.descales
     s = gl.convert_layout(s, zero_scores(CONFIG.block_n).type.layout, assert_trivial=True)
     if descales.q_descale is not None or descales.k_descale is not None:
@@ -144,8 +152,7 @@ def scores_of_block(context, s, units, wg_tile, n, CONFIG: gl.constexpr):
             s = s * units.factor
         elif units.in_scores:
             s = s * units.factor
-    loaded = Loaded((), (), (), (), pair_block(params, wg_tile, n, (), CONFIG))
-    return masked_scores(s, wg_tile, n, 0, (), context, loaded, units, CONFIG)
+    return masked_scores(s, wg_tile, block, entry, bits, context, loaded, units, CONFIG)
 
 
 @gluon.jit
@@ -168,14 +175,23 @@ def release_keys(context, count, tile_count, is_last, warpgroup: gl.constexpr, C
 
 @gluon.jit
 def mainloop_step(
-    state, context, q_i, units, count, tile_count, wg_tile, n, warpgroup: gl.constexpr, CONFIG: gl.constexpr
+    state, context, q_i, loaded, units, count, tile_count, wg_tile, n, entry,
+    warpgroup: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Step number `count`: scores, p and sums of block n."""
+    """Step number `count`: scores, p and sums of the tile's block at position n, with an entry where tiles have lists.
+    `loaded` is what a mask's function takes of the tile.
+    """
     v_transposed = context.pipelines.v_transposed
+    tile, lists = wg_tile.tile, context.lists
+    block = block_at(lists, n, entry)
     s = issue_scores(context, q_i, count, warpgroup, CONFIG)
+    of_keys, partial = block_keys(context, tile, block, CONFIG), partial_of(lists, entry)
+    bits = load_bits(lists, entry, tile.token_k, n, warpgroup * MMA_M, zero_scores(CONFIG.block_n), CONFIG.block_m)
     s = warpgroup_mma_wait(0, deps=(s,))
     release_keys(context, count, tile_count, n == wg_tile.tile.lo, warpgroup, CONFIG)
-    t = scores_of_block(context, s, units, wg_tile, n, CONFIG)
+    pairs = pair_block(context.params, wg_tile, block, (), CONFIG)
+    loaded = Loaded(loaded.head, loaded.rows, of_keys, partial, pairs)
+    t = scores_of_block(context, s, wg_tile, block, entry, bits, loaded, units, CONFIG)
     row_base, alpha, p = softmax.update(state.row_base, state.l, t, units.scale_log2, CONFIG.speculative_exps)
     total = in_place(state.total * alpha + thread_row_sum(p))
     consumer_wait(v_transposed, count, CONFIG.transposed_stages)

@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..forward.producer import load_q
+from ..shared.block_lists import block_at, first_entry, load_entry
 from ..shared.coordinates import RAGGED_EXTENT, kv_coord
 from ..shared.pages import acquire_and_load_pages, load_part, load_parts
 from ..shared.pipeline import Pipeline, SmemBuffers, acquire_and_load, producer_acquire, stage_of
@@ -25,7 +26,7 @@ class EightBitPipelines(NamedTuple):
 
 
 @gluon.jit
-def producer_warp(q_desc, k_desc, v_desc, pipelines, queue, CONFIG: gl.constexpr, PACKED: gl.constexpr):
+def producer_warp(q_desc, k_desc, v_desc, pipelines, queue, lists, CONFIG: gl.constexpr, PACKED: gl.constexpr):
     """The partition that loads q, k and v: blocks of keys of a tile, the last one first."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
@@ -37,13 +38,17 @@ def producer_warp(q_desc, k_desc, v_desc, pipelines, queue, CONFIG: gl.constexpr
     tile = pop_tile(queue, 0)
     while tile.b >= 0:
         blocks = tile.hi - tile.lo
+        entry = first_entry(lists, tile)
         for step in range(blocks):
             request_tile(queue, step == gl.maximum(blocks - REQUEST_DISTANCE, 0))
-            coord = kv_coord(tile, (tile.hi - 1 - step) * BLOCK_N, PACKED)
+            next_entry = load_entry(lists, tile.token_k, tile.hi - 2 - step)
+            coord = kv_coord(tile, block_at(lists, tile.hi - 1 - step, entry) * BLOCK_N, PACKED)
             acquire_and_load(pipelines.k, k_desc, coord, count, STAGES, HEAD_DIM)
             if step == 0:
                 load_q(q_desc, pipelines, tile, tile_count, CONFIG, PACKED)
             acquire_and_load(pipelines.v, v_desc, coord, count, V_STAGES, HEAD_DIM_V)
+            if lists.data is not None:
+                entry = next_entry
             count += 1
         tile_count += 1
         tile = pop_tile(queue, tile_count)
