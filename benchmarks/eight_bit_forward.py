@@ -4,6 +4,7 @@ python benchmarks/eight_bit_forward.py --errors
 python benchmarks/eight_bit_forward.py --time 128,16384,full
 python benchmarks/eight_bit_forward.py --time 128,16384,full --spread 4
 python benchmarks/eight_bit_forward.py --rates 128
+python benchmarks/eight_bit_forward.py --rotation 128    # without a GPU
 """
 
 import argparse
@@ -166,6 +167,32 @@ def report_errors(width: int, names: list[str]) -> None:
             }), flush=True)  # fmt: skip
 
 
+def report_rotation(width: int) -> None:
+    """Print what quantizing q and k to 8 bits, with scales of heads, changes in exact attention, as they are and after
+    `flashtile.hadamard`. Outliers are 0.1% of all elements, N(0, 100), or two features, 8 times as large in q and k.
+    """
+    make = torch.Generator().manual_seed(0)
+    for kind in ("normal", "outliers", "two features"):
+        q, k, v = torch.randn(3, 1, 4, 1024, width, generator=make, dtype=torch.float64)
+        if kind == "outliers":
+            more = 10 * torch.randn(2, 1, 4, 1024, width, generator=make, dtype=torch.float64)
+            hit = torch.rand(more.shape, generator=make) < 0.001
+            q, k = torch.stack((q, k)) + more * hit
+        if kind == "two features":
+            q[..., :2] *= 2
+            q[..., 2:] /= 4
+            k[..., :2] *= 8
+        expected, _, _ = exact(q, k, v, False, width**-0.5)
+        errors = []
+        for x in ((q, k), (flashtile.hadamard(q), flashtile.hadamard(k))):
+            pairs = [quantized(y, 4) for y in x]
+            given = [y.double() * over_heads(scale, y) for y, scale in pairs]
+            out, _, _ = exact(given[0], given[1], v, False, width**-0.5)
+            errors.append(rmse(out, expected) / float(expected.square().mean().sqrt()))
+        found = {"width": width, "inputs": kind, "rmse": errors[0], "rotated": errors[1]}
+        print(json.dumps(found | {"gain": round(errors[0] / errors[1], 2)}), flush=True)
+
+
 def graph_of(function: Any, repeats: int) -> torch.cuda.CUDAGraph:
     function()
     torch.cuda.synchronize()
@@ -241,6 +268,7 @@ def main() -> None:
     parser.add_argument("--spread", type=float, default=1.0, help="standard deviation of the scores that are timed")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--set", action="append", default=[], help="fields of a configuration; timed beside each other")
+    parser.add_argument("--rotation", action="append", type=int, default=[], help="width")
     parser.add_argument("--rates", action="append", type=int, default=[], help="width")
     given = parser.parse_args()
     variants = given.set or ["{}"]
@@ -250,6 +278,8 @@ def main() -> None:
     for case in given.time:
         width, rows, form = case.split(",")
         report_times(int(width), int(rows), form == "causal", given.rounds, variants, given.spread)
+    for width in given.rotation:
+        report_rotation(width)
     for width in given.rates:
         report_rates(width, given.rounds, variants[0])
 
