@@ -12,7 +12,7 @@ EXAMPLE = "flashtile.hadamard(q) with q [2, 8, 512, 128]"
 
 
 def hadamard(x: Tensor, *, seed: int = 0) -> Tensor:
-    """Spread the outliers of queries or keys over all features by a rotation that keeps their products.
+    """Rotate queries or keys at random, which spreads outliers over all features.
 
     Features get random signs, then a Hadamard matrix divided by its norm (Ashkboos et al., "QuaRot"; Shah et al.,
     "FlashAttention-3", section 3.3). The product of a query and a key that are rotated alike is what it was before,
