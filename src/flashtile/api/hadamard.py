@@ -27,7 +27,7 @@ def hadamard(x: Tensor, *, seed: int = 0) -> Tensor:
     Args:
         x: `[..., D]` in bfloat16, float16, float32 or float64; D is even. A D that is no power of two has several
             matrices, of the largest power of two that divides it.
-        seed: that of the signs; the same for q and k.
+        seed: for the signs; q and k need the same one.
 
     Returns:
         The rotated tensor, of x's shape and dtype. Sums are in float32, or in float64 of float64.
