@@ -1,6 +1,7 @@
 """The Hopper kernel of float8_e4m3fn on a GPU."""
 
 import math
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -33,6 +34,12 @@ def test_results(name: str) -> None:
 @pytest.mark.parametrize("name", PAGED)
 def test_pages(name: str) -> None:
     assert wrong(paged_case(name, "cuda")) == []
+
+
+@pytest.mark.parametrize("name", ["8 keys a page", "dense cache"])
+def test_split_keys(name: str) -> None:
+    case = paged_case(name, "cuda")
+    assert wrong(replace(case, arguments=case.arguments | {"num_splits": 3})) == []
 
 
 @pytest.mark.parametrize("name", MASKS)

@@ -283,8 +283,8 @@ def tangent_candidates(problem: Problem, device: Device, moves: Needs) -> list[C
 
 def unsplit(plan: Plan, call: Call) -> str | None:
     """Why forward does not split keys into as many parts as the caller asks for, or `None`."""
-    if plan.tile.forward.kind in ("float32", "eight_bit"):
-        return "hopper splits keys of 16 bits only"
+    if plan.tile.forward.kind == "float32":
+        return "hopper does not split keys of float32"
     return None if call.tensors.cu_seqlens_q is None else "hopper does not split keys of packed queries"
 
 

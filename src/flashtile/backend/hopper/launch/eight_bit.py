@@ -16,12 +16,12 @@ from ...gpu.pointers import Described
 from ...gpu.replay import Recorder
 from ...replays import Results
 from ...scalars import head_strides, head_terms, rows_last, score_units, window_numbers
-from ..tile_config import MMA_M, PAGE_COLUMNS, EightBitForward, HeadDim
+from ..tile_config import ALIGN, MMA_M, PAGE_COLUMNS, EightBitForward, HeadDim
 from . import KERNELS
-from .block_lists import mask_states, row_lists
+from .block_lists import NO_LISTS, NO_POINTERS, mask_states, row_lists
 from .descriptors import dense_descriptor, is_tma_aligned, pages_descriptor, ragged_descriptor
 from .formulas import NO_INPUTS, formulas_of, launch_with, score_mod_functions
-from .forward import page_scalars, paged_seqlens
+from .forward import ForwardResults, combine_splits, new_results, page_scalars, paged_seqlens
 from .scheduler_args import query_group, scheduler_args
 from .semaphores import tile_count_semaphore
 
@@ -33,20 +33,27 @@ def launch_forward(recorder: Recorder, config: EightBitForward, call: Call) -> R
     t = Tensors.from_flat(recorder.inputs)
     call = call._replace(tensors=t)
     out = t.out
-    if out is None or not is_tma_aligned(out):
+    if out is None or not is_tma_aligned(out) or (config.splits > 1 and any(n % ALIGN for n in out.stride()[:-1])):
         out = recorder.new(new_rows(t.q, t.q.shape[1], t.v.shape[-1], call.out_dtype))
     lse = recorder.new(t.q.new_empty(lse_shape(t.q), dtype=torch.float32))
     if t.q.numel() > 0:
-        launch_tiles(recorder, config, call, out, lse)
+        results = ForwardResults(out, lse, None)
+        partials = results if config.splits == 1 else new_results(recorder, t.q, config, results)
+        launch_tiles(recorder, config, call, partials)
+        if config.splits > 1:
+            combine_splits(recorder, config, partials, results)
     if t.out is None or t.out is out:
         return out, lse
     recorder.effect(Tensor.copy_, t.out, out)
     return t.out, lse
 
 
-def launch_tiles(recorder: Recorder, config: EightBitForward, call: Call, out: Tensor, lse: Tensor) -> None:
+def launch_tiles(recorder: Recorder, config: EightBitForward, call: Call, results: ForwardResults) -> None:
+    """Launch the kernel, for the results of all splits. Only whole rows have lists."""
     call = with_contiguous_keys(recorder, call)
-    lists, of_lists = row_lists(recorder, call, config.block_m, config.block_n, mask_states(recorder, call))
+    lists, of_lists = {**NO_POINTERS}, {**NO_LISTS}
+    if config.splits == 1:
+        lists, of_lists = row_lists(recorder, call, config.block_m, config.block_n, mask_states(recorder, call))
     masked = lists["mask_bits"] is None  # by a function in the kernel or a tensor
     t = call.tensors if masked else call.tensors._replace(mask=None)
     q, k, v = (recorder.op(rows_last, x) for x in t[:3])
@@ -58,8 +65,10 @@ def launch_tiles(recorder: Recorder, config: EightBitForward, call: Call, out: T
         "q_desc": Described(q, make_descriptor, (MMA_M, config.head_dim.box)),
         "k_desc": Described(k, describe_keys, box_of_keys(config, config.head_dim)),
         "v_desc": Described(v, describe_keys, box_of_keys(config, config.head_dim_v)),
-        "out_desc": Described(out, make_descriptor, (MMA_M, min(config.value_columns, config.epilogue_columns))),
-        "lse": lse,
+        "out_desc": Described(
+            results.out, make_descriptor, (MMA_M, min(config.value_columns, config.epilogue_columns))
+        ),
+        "lse": results.lse,
         "tile_count_semaphore": recorder.op(partial(tile_count_semaphore, q.device, packed)),
         **{symbol: recorder.contiguous(x) for symbol, x in head_terms(t).items()},
         "sinks": recorder.contiguous(t.sinks),
@@ -73,6 +82,7 @@ def launch_tiles(recorder: Recorder, config: EightBitForward, call: Call, out: T
     }
     pairs = pair_scalars(t, 1)
     scheduling = scheduler_args(call, config)
+    scheduling["num_tiles"] *= config.splits
     scalars: dict[str, Any] = {
         **scheduling,
         "stride_lse": scheduling["seqlen_q"],
@@ -85,6 +95,7 @@ def launch_tiles(recorder: Recorder, config: EightBitForward, call: Call, out: T
         **{name: x for name, x in pairs.items() if name != "pair_align"},
         "num_heads": t.q.shape[1],
         "group": query_group(call),
+        "num_splits": config.splits if config.splits > 1 else None,
         "CONFIG": config.compiled,
         "num_warps": 4,
     }

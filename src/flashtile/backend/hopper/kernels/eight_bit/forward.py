@@ -47,7 +47,7 @@ from .producer import EightBitPipelines, pages_warp, producer_warp
 from .transpose import panel_layout, transpose_warps
 
 QUARTERS = gl.constexpr(0x2828)  # two numbers 0.25 in float8_e4m3fn
-EightBitScheduler = without(TileScheduler, "num_splits", lists=without(BlockLists, "ranks"))
+EightBitScheduler = without(TileScheduler, lists=without(BlockLists, "ranks"))
 
 
 @kernel
@@ -57,7 +57,8 @@ def eight_bit_forward_kernel(
     descales: Descales, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Boxes: q and out `[1, 1, MMA_M, columns]`, k and v `[1, 1, BLOCK_N, columns]`; one more leading 1 if packed. With
-    pages, boxes of k and v are `[1, 1, 1, CONFIG.page_rows, columns]` (`pages`).
+    pages, boxes of k and v are `[1, 1, 1, CONFIG.page_rows, columns]` (`pages`). With `num_splits`, results are
+    those of each split, as in `forward.forward`.
     """
     PACKED: gl.constexpr = seqlens.cu_seqlens_q is not None
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
@@ -88,7 +89,8 @@ def eight_bit_forward_kernel(
     fence_async_shared()
 
     pages = seqlens.page_table
-    outputs = ForwardOutputs(out_desc, smem, lse, None, stride_lse, None)
+    split_heads = None if scheduler.num_splits is None else scheduler.num_heads
+    outputs = ForwardOutputs(out_desc, smem, lse, None, stride_lse, split_heads)
     context = EightBitContext(
         pipelines, quarters, outputs, queue, bounds, scheduler.diagonal, params, descales, scheduler.lists,
         pages,
@@ -143,7 +145,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         mbarrier.wait(q.full.index(stage), wraps_of(tile_count, Q_STAGES) & 1)
         q_i = stage_chunks(q, stage, Q_BUFFERS, HEAD_DIM)
         units = tile_units(params, context.descales, tile)
-        state = initial_state(tile, params, CONFIG)
+        state = initial_state(tile, params, context.outputs, CONFIG)
         loaded = load_tile(params, wg_tile, CONFIG)
         n = tile.hi - 1
         entry = first_entry(lists, tile)

@@ -111,14 +111,17 @@ def value_descale(params, descales, tile):
 
 
 @gluon.jit
-def initial_state(tile, params, CONFIG: gl.constexpr):
+def initial_state(tile, params, outputs, CONFIG: gl.constexpr):
     """State before the first block of a tile."""
+    with_sink = tile.b < params.batch
+    if outputs.num_heads is not None:  # the first split alone
+        with_sink = tile.lse_head < params.batch * outputs.num_heads
     CHUNKS: gl.constexpr = CONFIG.value_chunks
     acc = ()
     for _ in gl.static_range(CHUNKS):
         acc = acc + (zero_product(CONFIG.value_columns),)
     row_base, l = softmax.initial_state(  # noqa: E741
-        zero_scores(CONFIG.block_n), params.sinks, tile.head, tile.b < params.batch
+        zero_scores(CONFIG.block_n), params.sinks, tile.head, with_sink
     )
     return EightBitState(acc, l, row_base, l)
 
