@@ -105,6 +105,12 @@ def test_split_pages(name: str, splits: int) -> None:
         assert wrong_of(paged_case(name, "cpu")) == []
 
 
+def test_a_scale_times_scales_that_is_0() -> None:
+    """Hidden scores stay -inf."""
+    given = call_of(64, 40, 60, causal=True, scale=3e-43)
+    assert not is_wrong(given | {"k_descale": given["k_descale"] * 1e-4})
+
+
 def test_another_configuration() -> None:
     with forced(support, first(num_warpgroups=2, transpose_warps=4, speculative_exps=8)):
         assert not is_wrong(CASES["causal"], seed=1)

@@ -89,8 +89,8 @@ def descale(data, stride_b, stride_h, b, head):
 
 @gluon.jit
 def tile_units(params, descales, tile):
-    """Units of a tile's scores. The softmax takes the scales if their product is positive and far from overflow, and no
-    term is added to scores.
+    """Units of a tile's scores. The softmax takes the scales if their product is positive and far from overflow, also
+    times the factor of scores, and no term is added to scores.
     """
     b = gl.minimum(tile.b, params.batch - 1)
     factor = descale(descales.q_descale, descales.q_descale_b, descales.q_descale_h, b, tile.head_k)
@@ -98,7 +98,7 @@ def tile_units(params, descales, tile):
     if descales.q_descale is None and descales.k_descale is None:
         return TileUnits(params.factor, params.factor, False)
     elif params.multiplier is None:
-        in_scores = ~((factor > SMALLEST_FACTOR) & (factor < LARGEST_FACTOR))
+        in_scores = ~((factor > SMALLEST_FACTOR) & (factor < LARGEST_FACTOR)) | (params.factor * factor == 0)
         return TileUnits(params.factor * gl.where(in_scores, 1.0, factor), factor, in_scores)
     else:
         return TileUnits(params.factor, factor, True)
