@@ -40,10 +40,24 @@ def compare(what: str, runs: dict[str, Callable[[], Any]]) -> None:
         print(f"{what}, {name}: {statistics.median(times):.1f} us ({min(times):.1f} to {max(times):.1f})")
 
 
+class Nothing(torch.autograd.Function):
+    """Results and gradients that nothing is written to: the least that attention as a Python function takes."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(q, k, v)
+        return torch.empty_like(q)
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors)
+
+
 def dense(seqlen: int) -> None:
     """`[1, 8, seqlen, 64]`: up to 64 rows are decoded by Triton's kernels, 128 are Hopper's on a Hopper GPU."""
     q, k, v, dout = (torch.randn(1, 8, seqlen, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     attends = {"attention": flashtile.attention, "scaled_dot_product_attention": scaled_dot_product_attention}
+    attends["nothing"] = Nothing.apply  # type: ignore[assignment]
 
     def forward(attend: Callable[..., torch.Tensor]) -> Callable[[], Any]:
         return lambda: attend(q, k, v)

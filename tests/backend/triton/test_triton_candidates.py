@@ -93,6 +93,29 @@ def test_decoding_with_given_splits_has_one_tile_whatever_is_in_the_batch(width:
     assert len(found) == 1
 
 
+def warps_of(tile: KernelConfig, *, chained: bool) -> tuple[int, int]:
+    """How Triton divides warps among 16 rows and 8 keys of scores: products that follow each other divide the longer
+    side; of others, each doubling halves the side with more parts.
+    """
+    parts, warps = [tile.block_m // 16, tile.block_n // 8], [1, 1]
+    if chained:
+        return (tile.num_warps, 1) if tile.block_m >= tile.block_n else (1, tile.num_warps)
+    while warps[0] * warps[1] < tile.num_warps:
+        side = int(parts[0] < parts[1])
+        warps[side], parts[side] = 2 * warps[side], max(parts[side] // 2, 1)
+    return warps[0], warps[1]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_120"])
+def test_batch_invariant_scores_have_one_order(arch: str) -> None:
+    """Also where Triton sees in one layout alone that two products follow each other."""
+    device = Device("cuda", arch, arch, 108)
+    changes: list[dict[str, Any]] = [{}, {"features": PAIRS}, {"pages": Pages(16, True, True)}, {"alignment": 2}]
+    for width, change in product((16, 64, 96, 128, 160, 256, 320, 512), changes):
+        (tile,) = tiles(problem(head_dim=width, head_dim_v=width, batch_invariant=True, **change), device)
+        assert warps_of(tile.forward, chained=False) == warps_of(tile.forward, chained=True), (width, change)
+
+
 def test_groups_share_a_tile_where_it_fits() -> None:
     def packed(heads: int, device: Device = H200) -> set[int]:
         return {x.pack_gqa for x in tiles(problem(seqlen_q=1, num_heads_q=heads, num_heads_kv=1), device)}

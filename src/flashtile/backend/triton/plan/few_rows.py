@@ -15,7 +15,7 @@ import torch
 
 from ....call.device import Device
 from ....call.problem import Problem, power_of_two
-from ...gpu.chips import memory_of
+from ...gpu.chips import MMA_SYNC, memory_of
 from ...gpu.decoding import MAX_GROUP, MAX_ROWS, group_of, packed_rows
 from ...gpu.waves import splits_that_fill
 from ..constants import TRANSPOSED_ROWS
@@ -68,12 +68,15 @@ def ways(tiles: TileConfig, width: int, problem: Problem, device: Device) -> Ite
     p = problem
     base = within_memory(tile_of(tiles.forward, width, p, device), p, device)
     found, wide, plain = [base], 64 < width_of(p) <= 128, p.layout == "dense"
+    few = base.block_m == TRANSPOSED_ROWS and plain and has_most(p.dtype, device)
     if p.eight_bit is not None:
         twice = base.block_n == 64 and p.seqlen_k >= LONG_OF_EIGHT_BITS
     else:
-        twice = base.block_m == TRANSPOSED_ROWS and base.num_warps == 4 and plain and has_most(p.dtype, device)
+        twice = few and base.num_warps == 4
     if twice and wide:
         found = [within_memory(base._replace(block_n=128), p, device)]
+    elif few and p.eight_bit is None and width_of(p) <= 64:  # fewer parts for the same keys
+        found.append(within_memory(base._replace(block_n=128, num_warps=4), p, device))
     if loads_ahead(p, device):
         uneven = p.pages is not None and p.pages.several  # one warp lacks registers for the addresses of pages
         if base.block_m == ONE_WARP.block_m and width_of(p) <= 96 and not uneven:
@@ -109,10 +112,7 @@ def batch_invariant(
     """
     p = problem
     if not p.decodes:
-        forward = tiles.forward
-        if forward.precision == "tf32x3" and forward.block_m < tables.WARPGROUP.block_m:
-            forward = tables.WARPGROUP
-        yield tiles._replace(forward=forward), 1
+        yield tiles._replace(forward=with_whole_rows(tiles.forward, p, device)), 1
         return
     tile = tile_of(tiles.forward, width, p, device)
     tile = within_memory(tile._replace(block_m=min(tile.block_m, MAX_GROUP)), p, device)
@@ -122,6 +122,20 @@ def batch_invariant(
     chosen = tiles._replace(forward=tile, pack_gqa=group_of(p), part_keys=part_keys, part_registers=registers)
     parts = min(-(-p.seqlen_k // part_keys), most_parts(p.num_heads_kv))
     yield from ((chosen, n) for n in (1, *splits(p, device, tile, most=parts)))
+
+
+def with_whole_rows(tile: KernelConfig, problem: Problem, device: Device) -> KernelConfig:
+    """The tile, or one that adds up a row in one order: a warp has all keys of its rows, or all warps share 16 rows.
+    Triton divides rows among warps where it sees that two products follow each other; else rows and keys, unless there
+    are far more rows or keys. It sees that in a kernel with pages, and not in one without.
+    """
+    if tile.precision == "tf32x3":
+        return tile if tile.block_m >= tables.WARPGROUP.block_m else tables.WARPGROUP
+    by_warpgroups = device.arch not in MMA_SYNC and tile.block_m >= 16 * tile.num_warps
+    if by_warpgroups or problem.dtype is torch.float32 or not device.arch.startswith("sm_"):
+        return tile
+    whole = next(tile for width, tile in tables.WHOLE_ROWS if width_of(problem) <= width)
+    return within_memory(whole, problem, device)
 
 
 def most_parts(key_heads: int) -> int:

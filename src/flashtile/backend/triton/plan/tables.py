@@ -54,8 +54,7 @@ SINGLE = (  # float32; exact products have no matrix units, so registers bound t
     WidthConfigs(512, KernelConfig(16, 16, 8, 1), KernelConfig(16, 16, 8, 1), KernelConfig(16, 16, 8, 1)),
 )
 LARGE = KernelConfig(128, 64, 8, 1, precision="tf32x3")  # forward and dq: one program fills the registers of a core
-# Batch-invariant forward of 128 features. Triton lays the warps of smaller tiles over rows or over keys, which differs
-# between packed keys and pages, and with it the order of sums.
+# Batch-invariant forward of 128 features in float32, where warps have whole rows.
 WARPGROUP = KernelConfig(64, 32, 4, 1, precision="tf32x3")
 SINGLE_TF32X3 = (  # Hopper's; wider tiles of float32 have no registers for compensated sums
     WidthConfigs(64, LARGE, KernelConfig(32, 32, 4, 1, precision="tf32x3"), LARGE),
@@ -130,6 +129,9 @@ BLOCKED = {
     ),
     "interpreter": BlockedSecond(*(KernelConfig(16, 16, 4, 1),) * 3, columns=16, unit=32),
 }  # fmt: skip
+# Batch-invariant forward by mma.sync (`few_rows.with_whole_rows`): as many rows as warps times keys, or 16 rows and
+# eight keys for each warp.
+WHOLE_ROWS = table((128, 128, 32, 4, 3), (256, 64, 16, 4, 2), (512, 16, 32, 4, 1))
 TF32_DKDV = KernelConfig(64, 32, 4, 1, precision="tf32x3")  # for one product
 BIASED = WidthConfigs(  # calls of 16-bit numbers with a bias for each pair
     32, KernelConfig(64, 64, 4, 3), KernelConfig(32, 128, 4, 3), KernelConfig(128, 32, 4, 3)
