@@ -11,6 +11,7 @@ from torch import Tensor
 from .machine import EmulationError, machine
 from .values import Shared, Value, check_range, unwrap
 
+EIGHT_BITS = {torch.float8_e4m3fn, torch.float8_e5m2}  # dtypes of operands that need not be alike
 TMA_BYTES = 128  # that divide an address in shared memory which TMA writes to
 
 
@@ -239,7 +240,8 @@ def warpgroup_mma(a: Value | Shared, b: Shared, acc: Value, use_acc: Any = True,
     for x in (a, b):
         if isinstance(x, Shared):
             x.check_fenced()
-    if not (a.dtype == b.dtype and [a.shape[0], b.shape[1]] == acc.shape and a.shape[1] == b.shape[0]):
+    alike = a.dtype == b.dtype or {a.dtype, b.dtype} == EIGHT_BITS
+    if not (alike and [a.shape[0], b.shape[1]] == acc.shape and a.shape[1] == b.shape[0]):
         raise EmulationError(f"product of {a.shape} {a.dtype} and {b.shape} {b.dtype} to {acc.shape}")
     task = machine().current_task()
     product = Product(a, b, acc if unwrap(use_acc) else None, acc.shape)

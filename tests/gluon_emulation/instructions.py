@@ -128,7 +128,7 @@ def line_of(words: list[str]) -> Line:
 def function_of(name: str) -> Callable[..., Any]:
     kind, *suffixes = name.split(".")
     if kind == "setp":
-        return functools.partial(compare, {"gt": np.greater, "ne": np.not_equal}[suffixes[0]])
+        return functools.partial(compare, {"gt": np.greater, "lt": np.less, "ne": np.not_equal}[suffixes[0]])
     return INSTRUCTIONS[name] if name in INSTRUCTIONS else INSTRUCTIONS[kind]
 
 
@@ -186,6 +186,7 @@ INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "max": np.fmax,
     "ex2": np.exp2,
     "lg2": np.log2,
+    "cvt.rpi.f32.f32": np.ceil,
     "and": np.bitwise_and,
     "xor": np.bitwise_xor,
     "add": np.add,
