@@ -1,11 +1,16 @@
 """Programs, their partitions in random order, and asynchronous TMA operations."""
 
+import ctypes
+import os
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from roomy import with_room
+
+CURRENT_CORE: Callable[[], int] | None = getattr(ctypes.CDLL(None), "sched_getcpu", None)
 
 
 class EmulationError(RuntimeError):
@@ -93,12 +98,13 @@ class Machine:
 
     def run(self, kernel: Callable[..., None], num_programs: int, arguments: dict[str, Any]) -> None:
         self.num_programs = num_programs
-        for n in range(num_programs):
-            self.add(Program(self, n), f"program {n}", 4, lambda: kernel(**arguments))
         Machine.current = self
         try:
-            self.switch()
-            self.finished.acquire()
+            with one_core():
+                for n in range(num_programs):
+                    self.add(Program(self, n), f"program {n}", 4, lambda: kernel(**arguments))
+                self.switch()
+                self.finished.acquire()
         finally:
             Machine.current = None
         while self.tma_operations and self.failure is None:
@@ -158,6 +164,22 @@ class Machine:
 
     def fail(self, error: BaseException) -> None:
         self.failure = self.failure or error
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Keep this thread, and those it starts, on the core that it is on. They run by turns: on another core each would
+    find nothing of the last one's memory in the cache, a quarter of a launch's time.
+    """
+    if CURRENT_CORE is None or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {CURRENT_CORE()})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 def merge_clock(clock: dict[Task, int], other: dict[Task, int]) -> None:
