@@ -61,11 +61,11 @@ class Task:
         if self.unread_stores:
             raise EmulationError(f"{self.name} ends before TMA has read its shared memory")
 
-    def check_copied(self, action: str, span: tuple[int, int] | None = None) -> None:
-        """Require that no asynchronous copy is in flight, or none to a range of addresses."""
+    def check_copied(self, action: str, memory: Any = None) -> None:
+        """Require that no asynchronous copy is in flight, or none to a part of shared memory."""
         for copy in (x for group in (*self.copy_groups, self.copies) for x in group):
             first, last = copy.target.span
-            if span is None or (first < span[1] and span[0] < last):
+            if memory is None or (first < memory.span[1] and memory.span[0] < last):
                 raise EmulationError(f"{self.name} {action} with a copy to {copy.target.shape} in flight")
 
 
