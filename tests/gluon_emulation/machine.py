@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from roomy import with_room
 
 CURRENT_CORE: Callable[[], int] | None = getattr(ctypes.CDLL(None), "sched_getcpu", None)
@@ -40,6 +41,7 @@ class Task:
         self.clock: dict[Task, int] = {}  # vector clock: number of each task's writes known to be complete
         self.thread = threading.Thread(target=self.main, args=(run,), daemon=True)
 
+    @torch.inference_mode()
     def main(self, run: Callable[[], None]) -> None:
         machine = self.program.machine
         self.resume.acquire()
@@ -96,6 +98,7 @@ class Machine:
         self.num_programs = 0
         self.grid_controls: list[str] = []  # what programs did of `griddepcontrol`
 
+    @torch.inference_mode()  # of its own threads as of this one, which also completes TMA operations
     def run(self, kernel: Callable[..., None], num_programs: int, arguments: dict[str, Any]) -> None:
         self.num_programs = num_programs
         Machine.current = self
