@@ -212,7 +212,7 @@ class Product(Value):
     """A product in flight, which may not be read before a wait."""
 
     def __init__(self, a: Value | Shared, b: Shared, acc: Value | None, shape: list[int]):
-        super().__init__(UNREAD.expand(shape))
+        self.value = UNREAD.expand(shape)
         self.a, self.b, self.acc = a, b, acc
         self.snapshot = [x.data.clone() if isinstance(x, Shared) else x.tensor for x in (a, b)]
         self.finished = False
@@ -221,7 +221,15 @@ class Product(Value):
     def tensor(self) -> Tensor:
         if not self.finished:
             raise EmulationError(f"{machine().current_task().name} reads a product in flight")
-        return self._tensor
+        return self.value
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.value.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.value.dtype
 
     def finish(self) -> None:
         operands = zip(self.snapshot, (self.a, self.b), strict=True)
@@ -230,9 +238,9 @@ class Product(Value):
                 f"{machine().current_task().name}: an operand was written while its product was in flight"
             )
         a, b = self.snapshot
-        self._tensor = a.float() @ b.float()
+        self.value = a.float() @ b.float()
         if self.acc is not None:
-            self._tensor = self._tensor + self.acc.tensor
+            self.value = self.value + self.acc.tensor
         self.finished = True
 
 
