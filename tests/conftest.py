@@ -5,6 +5,7 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,9 @@ install_inherited()  # with FLASHTILE_AS_ARCH=sm_80, tests on a GPU compile as f
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 gc.set_threshold(50_000, 20, 50)  # collections of few objects took a tenth of the time
+STARTUP = str(Path(__file__).with_name("startup"))  # what processes begin with
+if STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (STARTUP, os.environ.get("PYTHONPATH"))))
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
