@@ -22,7 +22,8 @@ KIB = 1024
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.uint8: "u8", torch.int16: "i16",
-    torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv", torch.int32: "i32", torch.int64: "i64",
+    torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5", torch.int32: "i32",
+    torch.int64: "i64",
 }  # fmt: skip
 
 

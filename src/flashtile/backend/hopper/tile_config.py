@@ -260,6 +260,25 @@ class LatentForward(Constexpr):
 
 
 @dataclass(frozen=True)
+class LatentBytesForward(LatentForward):
+    """Of rows of 8 bits: warpgroups take blocks of 64 keys in turn, or share pairs of them."""
+
+    packed: bool = False  # rows of 656 bytes
+    k_scales: str = ""  # "head" or "key", set for a launch
+    v_scales: str = ""
+    in_turn: bool = False  # whether a warpgroup's loads of a block's chunks stay behind the products before
+    in_flight: int = 0  # products of a warpgroup's chunks that are in flight while the next one is converted
+
+    @property
+    def paired(self) -> bool:
+        return self.block_n > MMA_M
+
+    def __str__(self) -> str:
+        rows, blocks = "656 bytes" if self.packed else "8 bits", "in pairs" if self.paired else "in turn"
+        return f"{self.block_m} x {self.block_n} of latent rows of {rows} ({self.num_warpgroups} warpgroups, {blocks})"
+
+
+@dataclass(frozen=True)
 class TangentsConfig(Constexpr):
     """Kernel of forward mode: tiles of 128 rows; keys, values and their tangents are loads of `kv_stages`."""
 

@@ -66,8 +66,9 @@ def latent(problem: Problem, device: Device, config: LatentForward, splits: int)
         counts["merge latent"] += 1
         counts["merge latent row"] += batch * p.num_heads_q * rows
     work = busiest(head, batch, device.cores)
-    add(counts, "latent", config, work, p)
-    requests = work.steps * config.block_n * row_requests(p.head_dim * p.dtype.itemsize)
+    kernel, of_key = ("latent", p.dtype.itemsize) if p.eight_bit is None else ("latent bytes", 1)
+    add(counts, kernel, config, work, p)
+    requests = work.steps * config.block_n * row_requests(p.head_dim * of_key)
     return Cost(counts, {**memory(rows_bytes(p), p), "hopper request": requests})
 
 

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ....call.cache import CacheCall, as_pages, paged_call, rows_in_order, rows_of_table
+from ....call.cache import CacheCall, as_pages, descales_of_pages, paged_call, rows_in_order, rows_of_table
 from ....call.cache_tensors import CacheTensors
 from ....call.call import Call, Tensors
 from ....call.latent_rows import is_packed
@@ -37,9 +37,11 @@ def attention_after(call: CacheCall, results: Results) -> Call:
     """The attention over pages that follows `launch_append`."""
     q, lengths = results
     assert q is not None
-    k, v, table = as_pages(call.cache, call.cache.cache_seqlens.shape[0])
+    batch = call.cache.cache_seqlens.shape[0]
+    (k, v, table), (k_descale, v_descale) = as_pages(call.cache, batch), descales_of_pages(call.cache, batch)
     tensors = call.tensors._replace(
-        q=q, k=k, v=v, seqused_k=lengths, page_table=table, leftpad_k=call.cache.leftpad_k
+        q=q, k=k, v=v, seqused_k=lengths, page_table=table, leftpad_k=call.cache.leftpad_k, k_descale=k_descale,
+        v_descale=v_descale,
     )  # fmt: skip
     return Call(tensors, call.settings, is_plain_eager=call.is_plain_eager)
 
