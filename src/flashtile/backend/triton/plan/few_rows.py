@@ -69,12 +69,15 @@ def ways(tiles: TileConfig, width: int, problem: Problem, device: Device) -> Ite
     p = problem
     base = within_memory(tile_of(tiles.forward, width, p, device), p, device)
     found, wide, plain = [base], 64 < width_of(p) <= 128, p.layout == "dense"
+    few = base.block_m == TRANSPOSED_ROWS and plain and has_most(p.dtype, device)
     if p.eight_bit is not None:
         twice = base.block_n == 64 and p.seqlen_k >= LONG_OF_EIGHT_BITS
     else:
-        twice = base.block_m == TRANSPOSED_ROWS and base.num_warps == 4 and plain and has_most(p.dtype, device)
+        twice = few and base.num_warps == 4
     if twice and wide:
         found = [within_memory(base._replace(block_n=128), p, device)]
+    elif few and p.eight_bit is None and width_of(p) <= 64:  # fewer parts for the same keys
+        found.append(within_memory(base._replace(block_n=128, num_warps=4), p, device))
     if loads_ahead(p, device):
         uneven = p.pages is not None and p.pages.several  # one warp lacks registers for the addresses of pages
         if base.block_m == ONE_WARP.block_m and width_of(p) <= 96 and not uneven:
