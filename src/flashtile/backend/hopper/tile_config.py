@@ -249,6 +249,10 @@ class LatentForward(Constexpr):
     kind: Literal["latent"] = "latent"
 
     @property
+    def head_dims(self) -> tuple[HeadDim, HeadDim]:
+        return self.head_dim, self.head_dim_v
+
+    @property
     def compiled(self) -> "LatentForward":
         return replace(self, splits=1)
 
@@ -263,6 +267,8 @@ class LatentForward(Constexpr):
 class LatentBytesForward(LatentForward):
     """Of rows of 8 bits: warpgroups take blocks of 64 keys in turn, or share pairs of them."""
 
+    consumer_registers: int = 232
+    stages: int = 4
     packed: bool = False  # rows of 656 bytes
     k_scales: str = ""  # "head" or "key", set for a launch
     v_scales: str = ""

@@ -12,7 +12,6 @@ from ..tile_config import MMA_M, Float32Forward, ForwardConfig, LatentForward, T
 from .listed import expects_lists
 
 RowsConfig = ForwardConfig | Float32Forward | LatentForward | DqConfig | TangentsConfig
-LATENT_KINDS = {"int8": " int8", "packed": " packed"}  # of rows of 8 bits, in the names of rates
 IDLE = 0.5  # part of a step, besides the share of warpgroups that have rows
 
 
@@ -67,11 +66,9 @@ def latent(problem: Problem, device: Device, config: LatentForward, splits: int)
         counts["merge latent"] += 1
         counts["merge latent row"] += batch * p.num_heads_q * rows
     work = busiest(head, batch, device.cores)
-    kernel, of_key = (
-        ("", p.dtype.itemsize) if p.eight_bit is None else (LATENT_KINDS.get(p.eight_bit.format, " bytes"), 1)
-    )
-    add(counts, f"latent{kernel}", config, work, p)
-    requests = work.steps * config.block_n * row_requests(p.head_dim * of_key)
+    kind = "" if p.eight_bit is None else {"int8": " int8", "packed": " packed"}.get(p.eight_bit.format, " bytes")
+    add(counts, f"latent{kind}", config, work, p)
+    requests = work.steps * config.block_n * row_requests(p.head_dim * (1 if kind else p.dtype.itemsize))
     return Cost(counts, {**memory(rows_bytes(p), p), "hopper request": requests})
 
 

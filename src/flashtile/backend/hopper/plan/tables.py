@@ -46,12 +46,11 @@ FORWARD = {
         ForwardConfig(D512_APART, D512_APART, 64, 64, 1, 1, q_stages=1, speculative_exps=8, column_warpgroups=2),
     ),
 }
-D576, D512_OF_KEYS = HeadDim((*D512.chunks, 64), 64), HeadDim(D512.chunks, 64)  # values are the first columns of k
-LATENT = LatentForward(D576, D512_OF_KEYS)
+LATENT = LatentForward(HeadDim((*D512.chunks, 64), 64), HeadDim(D512.chunks, 64))  # values are the first columns of k
 LATENT_BYTES = (
-    LatentBytesForward(D576, D512_OF_KEYS, block_m=16, block_n=64, stages=4, consumer_registers=232, in_flight=1),
-    LatentBytesForward(D576, D512_OF_KEYS, block_m=32, stages=4, consumer_registers=232),
-    LatentBytesForward(D576, D512_OF_KEYS, stages=3, in_turn=True),
+    LatentBytesForward(*LATENT.head_dims, block_m=16, block_n=64, in_flight=1),
+    LatentBytesForward(*LATENT.head_dims, block_m=32),
+    LatentBytesForward(*LATENT.head_dims, stages=3, consumer_registers=240, in_turn=True),
 )
 # By width; the first serves all features, the others plain calls.
 FUSED_BACKWARD = {
