@@ -102,13 +102,17 @@ def test_refuses_what_the_call_would_refuse() -> None:
         flashtile.explain(**ARGUMENTS, max_seqlen_q=3)
 
 
-def test_forward_mode() -> None:
-    """Its backend, tile, and why none before it, where that is not forward's backend."""
+def test_forward_mode_and_second_derivatives() -> None:
+    """Their backends, and why none before them, where those are not forward's."""
     found = flashtile.explain(**ARGUMENTS, backend="reference")
     assert (found.backend, found.tangents) == ("reference", "tiled")
     assert found.tangents_why_not == {"reference": "it has no kernel of forward mode"}
     assert f"forward mode: backend tiled, {found.tangents_tile}\n  not reference: it has no kernel" in str(found)
-    assert "forward mode" not in str(flashtile.explain(**ARGUMENTS, backend="tiled"))
+    assert found.second == "tiled"
+    assert "second derivative: backend tiled\n  not reference: it has no kernel of a second derivative" in str(found)
+    words = str(flashtile.explain(**ARGUMENTS, backend="tiled"))
+    assert "forward mode" not in words
+    assert "second derivative" not in words
 
 
 def test_expected_times_of_forward_mode() -> None:

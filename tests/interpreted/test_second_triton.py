@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile.backend.triton.launch import second_blocks
-from flashtile.backend.triton.plan import candidates
+from flashtile.backend.triton.plan import candidates, tables
 from flashtile.dispatch.planner import forget_plans
 from flashtile.testing.poison import poisoned_allocation
 
@@ -94,8 +94,11 @@ def test_wide_heads(name: str, dtype: torch.dtype, wide: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("most_bytes", [0, 2**30])
 def test_wide_heads_in_groups_with_dropout_are_as_tiled(most_bytes: int, wide: pytest.MonkeyPatch) -> None:
-    """Two units of rows and keys, in ranges of their own or together; one of two heads of a group in each, or all."""
+    """Two units of rows and keys, in ranges of their own or together; one of two heads of a group in each, or all.
+    Programs share the keys of sums, and some have none.
+    """
     wide.setattr(second_blocks, "MOST_BYTES", most_bytes)
+    wide.setitem(tables.BLOCKED, "interpreter", tables.BLOCKED["interpreter"]._replace(programs=32))
     generator = torch.Generator().manual_seed(3)
     sizes = 2 * [(2, 40), (1, 35), (1, 35)] + [(2, 40)]
     *inputs, tq, tk, tv, dout = (torch.randn(1, h, n, 8, generator=generator) for h, n in sizes)
@@ -145,10 +148,15 @@ def test_ranges_hold_whole_groups_or_equal_parts_of_one() -> None:
     assert of(0, 1, pairs=1) == []
 
 
-def test_groups_packed_rows_and_dropout_are_as_tiled() -> None:
-    offsets = torch.tensor([0, 5, 5, 16], dtype=torch.int32)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_groups_packed_rows_and_dropout_are_as_tiled(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that share the keys of a tile of rows, of which some have none, too."""
+    found = candidates.second
+    monkeypatch.setattr(candidates, "second", lambda *x: ((tile, splits) for tile, _ in found(*x)))
+    forget_plans()
+    offsets = torch.tensor([0, 5, 5, 24], dtype=torch.int32)
     generator = torch.Generator().manual_seed(3)
-    q, k, v, tq, tk, tv, dout = (torch.randn(16, heads, 8, generator=generator) for heads in (4, 2, 2, 4, 2, 2, 4))
+    q, k, v, tq, tk, tv, dout = (torch.randn(24, heads, 8, generator=generator) for heads in (4, 2, 2, 4, 2, 2, 4))
 
     def hessian(backend: str) -> tuple[Tensor, ...]:
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -160,6 +168,7 @@ def test_groups_packed_rows_and_dropout_are_as_tiled() -> None:
 
     for x, right in zip(hessian("triton"), hessian("tiled"), strict=True):
         torch.testing.assert_close(x, right, atol=2e-5, rtol=1e-4)
+    forget_plans()
 
 
 @pytest.mark.parametrize("names", ["q", "k", "v", "qv"])

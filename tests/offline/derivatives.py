@@ -14,7 +14,7 @@ from flashtile.backend.triton.launch.second import launch_second
 from flashtile.backend.triton.launch.second_blocks import launch_second_blocks
 from flashtile.backend.triton.launch.tangents import launch_tangents
 from flashtile.backend.triton.tile_config import BlockedSecond
-from flashtile.call.call import Call
+from flashtile.call.call import Call, row_stats_shape
 from flashtile.call.plan import Candidate, Plan
 from flashtile.call.problem import Problem
 
@@ -43,12 +43,15 @@ def launches_of_derivatives(head_dim: int, arch: str) -> Iterator[tuple[str, Lau
         with recorded() as found:
             launch_tangents(Recorder([*call.tensors.flat(), *along]), plan_of(way), call, QKV)
         yield from ((f"forward mode, hdim {head_dim}", launch) for launch in found)
-    launch = launch_second_blocks if isinstance(second.tile.second, BlockedSecond) else launch_second
+    out, row_stats = torch.empty_like(call.tensors.q), torch.empty(row_stats_shape(call))
+    launch, before = launch_second, [out, row_stats, torch.empty_like(out), torch.empty_like(row_stats)]
+    if isinstance(second.tile.second, BlockedSecond):
+        launch, before = launch_second_blocks, before[:2]
     with recorded() as found:
-        inputs = [*call.tensors.flat(), *along, torch.empty_like(call.tensors.q), None]
+        inputs = [*call.tensors.flat(), *along, *before, torch.empty_like(out), None]
         launch(Recorder(inputs), plan_of(second), call, QKV, QKV)
     for launched in found:
-        if launched.kernel.fn.__module__.rpartition(".")[2].startswith("second"):
+        if launched.kernel.fn.__module__.rpartition(".")[2].startswith(("second", "row_products")):
             yield f"second derivative, hdim {head_dim}", launched
 
 

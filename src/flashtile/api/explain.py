@@ -54,6 +54,8 @@ class Explanation:
         tangents_why_not: as `why_not`, for forward mode.
         tangents_tile: the shape of its tiles.
         tangents_candidates: as `candidates`, for forward mode.
+        second: as `tangents`, of the second derivative by q, k and v.
+        second_why_not: as `why_not`, for the second derivative.
         kernels: where the GPU kernels of forward and backward come from: an archive, or Triton at their first use.
         visible_pairs: pairs of a query row and a key, over sequences and query heads; at most, where the host cannot
             know.
@@ -85,6 +87,8 @@ class Explanation:
     tangents_why_not: dict[str, str]
     tangents_tile: str
     tangents_candidates: dict[str, float]
+    second: str
+    second_why_not: dict[str, str]
     kernels: str
     visible_pairs: int
     mask_blocks: dict[str, int] | None
@@ -107,6 +111,9 @@ class Explanation:
             backward += f"forward mode: backend {self.tangents}, {self.tangents_tile}"
             backward += "".join(f"\n  not {name}: {reason}" for name, reason in self.tangents_why_not.items())
             backward += "".join(f"\n  {time:.4g} us: {way}" for way, time in self.tangents_candidates.items()) + "\n"
+        if self.second not in (self.backend, "none"):
+            backward += f"second derivative: backend {self.second}"
+            backward += "".join(f"\n  not {name}: {reason}" for name, reason in self.second_why_not.items()) + "\n"
         backward += "".join(f"gradient of {name}: backend {backend}\n" for name, backend in self.backward_rest.items())
         blocks = "" if self.mask_blocks is None else f"{blocks_in_words(self.mask_blocks)}\n"
         kernels = f"kernels: {self.kernels}\n" if self.kernels else ""
@@ -168,10 +175,11 @@ def explain(
     differentiable = problem.eight_bit is None
     backward = backward_plan(problem, q.device, call.settings.backend, needs) if differentiable else None
     tile, backward_tile = tiles_in_words(call, chosen, backward, needs)
-    along = (
+    along, second = (
         None
         if problem.batch_invariant or not differentiable
-        else plan(problem, q.device, call.settings.backend, moves=QKV)
+        else plan(problem, q.device, call.settings.backend, moves=QKV, needs=of)
+        for of in (None, QKV)
     )
     pairs = pairs_of(call, problem)
     flops = forward_flops(pairs, problem.head_dim, problem.head_dim_v)
@@ -197,6 +205,8 @@ def explain(
         backward_rest={} if backward is None or backward.rest is None else backward.rest.in_words(),
         tangents="none" if along is None else along.backend,
         tangents_why_not={} if along is None else dict(along.why),
+        second="none" if second is None else second.backend,
+        second_why_not={} if second is None else dict(second.why),
         tangents_tile="" if along is None else words_of(tangent_tiles_of(along)),
         kernels=kernels_in_words(call, chosen, None if backward is None else (backward, needs)),
         visible_pairs=pairs,

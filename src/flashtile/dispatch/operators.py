@@ -42,7 +42,7 @@ from ..dynamo import untraced
 from ..errors import AttentionError
 from ..expression.registry import held
 from . import fast_path, observed
-from .passes import function_of, inside_operator
+from .passes import function_of, inside_operator, second
 from .planner import count, plan_call
 from .vmap import one_by_one, one_tangent_by_one
 
@@ -324,7 +324,7 @@ def run_second(
     call = call.with_own_indices()
     chosen = plan_call(call, needs=needs, moves=along.moves)
     with inside_operator(call):
-        tout, tlse, gradients = function_of(chosen, "second")(chosen, call, along, needs, dout, dlse)
+        tout, tlse, gradients = second(chosen, call, along, needs, dout, dlse)
     if counting.opened:
         count(call, chosen, "second")
     inputs = call.tensors.flat()

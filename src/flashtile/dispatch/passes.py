@@ -14,9 +14,10 @@ from torch import Tensor
 
 from .. import private_torch
 from ..call.cache import CacheCall, append_and_rotate
-from ..call.call import Call, Gradients, Needs
+from ..call.call import Call, Gradients, Needs, Tangents
 from ..call.plan import Plan
 from . import forking
+from .planner import plan_call
 
 Rows = Tensor | None  # out, lse, dout and dlse
 
@@ -98,6 +99,22 @@ def record_shared_backward(plan: Plan, call: Call, _: Needs, *rows: Rows) -> tup
 def merged(first: Sequence[Rows], second: Sequence[Rows]) -> list[Rows]:
     """Each gradient from the backend that has computed it."""
     return [y if x is None else x for x, y in zip(first, second, strict=True)]
+
+
+def second(
+    plan: Plan, call: Call, along: Tangents, needs: Needs, dout: Rows, dlse: Rows
+) -> tuple[Tensor, Tensor, Gradients]:
+    """The tangents of out and lse, and their gradients. The pass that the plan's backend starts from, if any, runs in
+    the backend that is the fastest at it.
+    """
+    entry = entry_of(plan.backend)
+    if not hasattr(entry, "before_second"):
+        return entry.second(plan, call, along, needs, dout, dlse)  # type: ignore[no-any-return]
+    kind = entry.before_second(plan)
+    before = plan_call(call, moves=along.moves if kind == "tangents" else None)
+    given = (along,) if kind == "tangents" else ()
+    rows = function_of(before, kind)(before, call, *given)
+    return entry.second(plan, call, along, needs, dout, dlse, rows)  # type: ignore[no-any-return]
 
 
 def inside_operator(call: Call) -> AbstractContextManager[None]:

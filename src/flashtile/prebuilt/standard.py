@@ -20,6 +20,7 @@ LEFT_OUT = {  # kernels that are compiled at first use only
     "triton.kernels.dcaptured:dcaptured_kernel": "the gradient of a score_mod's tensors: one kernel for each function",
     "triton.kernels.second:second_rows_kernel": "second derivatives are rare",
     "triton.kernels.second:second_keys_kernel": "second derivatives are rare",
+    "triton.kernels.row_products:row_products_kernel": "second derivatives are rare",
     "triton.kernels.second_weights:second_weights_kernel": "second derivatives are rare",
     "triton.kernels.second_weights:complete_weights_kernel": "second derivatives are rare",
     "triton.kernels.second_products:weighted_keys_kernel": "second derivatives are rare",

@@ -10,11 +10,17 @@ from second_oracle import Triple, assert_close, by_autograd, second_derivative
 from torch import Tensor
 
 import flashtile
+from flashtile.api.explain import QKV, described_call
+from flashtile.backend.hopper import entry as hopper
+from flashtile.backend.triton import entry as triton
 from flashtile.backend.triton.launch import second_blocks
 from flashtile.bench.allocation import live_and_peak_bytes
+from flashtile.call.plan import Plan
+from flashtile.dispatch.planner import plan_call
 from flashtile.testing.poison import poisoned_allocation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 def tensors(dtype: torch.dtype, shape: tuple[int, ...], head_dim: int, seed: int) -> tuple[Triple, Triple, Tensor]:
@@ -60,6 +66,64 @@ def test_within_the_bound(feature: str, head_dim: int, dtype: torch.dtype) -> No
     assert_close(
         found, second_derivative(inputs, along, dout, terms, softcap=arguments.get("softcap", math.inf)), dtype
     )
+
+
+def planned(inputs: Triple, **arguments: Any) -> Plan:
+    return plan_call(described_call(*inputs, None, None, arguments), needs=QKV, moves=QKV)
+
+
+@pytest.mark.skipif(not is_hopper, reason="Hopper's forward mode")
+@pytest.mark.parametrize(
+    ("head_dim", "softcap"), [(96, math.inf), (128, math.inf), (128, 20.0), (256, math.inf), (256, 20.0)]
+)
+def test_behind_another_backend(head_dim: int, softcap: float) -> None:
+    """Forward mode and forward are Hopper's where those are faster."""
+    rows, keys = 1301, 1437
+    inputs, along, dout = tensors(torch.bfloat16, (1, 16, rows, keys), head_dim, head_dim)
+    arguments: dict[str, Any] = {"causal": True} | ({} if math.isinf(softcap) else {"softcap": softcap})
+    first = triton.before_second(planned(inputs, **arguments))
+    with poisoned_allocation(), mock.patch.object(hopper, first, wraps=getattr(hopper, first)) as run:
+        found, passes = by_autograd(inputs, along, dout, "auto", **arguments)
+    assert run.called
+    assert ("second", "triton") in passes, passes
+    i, j = torch.arange(rows, device="cuda")[:, None], torch.arange(keys, device="cuda")
+    terms = torch.where(j <= i + keys - rows, 0.0, -torch.inf)[None, None]
+    assert_close(found, second_derivative(inputs, along, dout, terms, softcap=softcap), torch.bfloat16)
+
+
+@pytest.mark.skipif(not is_hopper, reason="Hopper's forward mode")
+def test_packed_rows_behind_another_backend() -> None:
+    offsets = torch.tensor([0, 1000, 1000, 1001, 3000], dtype=torch.int32, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(3)
+    q, k, v, tq, tk, tv, dout = (
+        torch.randn(3000, heads, 128, generator=generator, device="cuda", dtype=torch.bfloat16)
+        for heads in (16, 4, 4, 16, 4, 4, 16)
+    )
+
+    def hessian(backend: str) -> tuple[Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = flashtile.attention_varlen(*leaves, offsets, offsets, causal=True, backend=backend)
+        first = torch.autograd.grad(out, leaves, dout, create_graph=True)
+        return torch.autograd.grad(first, leaves, (tq, tk, tv))
+
+    with mock.patch.object(hopper, "tangents", wraps=hopper.tangents) as run:
+        hessian("auto")
+    assert run.called
+    for x, right in zip(hessian("auto"), hessian("triton"), strict=True):
+        torch.testing.assert_close(x, right, atol=1e-2 * float(right.abs().max()), rtol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_programs_share_the_keys_of_few_rows(dtype: torch.dtype) -> None:
+    rows, keys = 40, 8000
+    inputs, along, dout = tensors(dtype, (1, 2, rows, keys), 64, 4)
+    assert planned(inputs, window=(6000, 0), backend="triton").num_splits > 1
+    with poisoned_allocation():
+        found, _ = by_autograd(inputs, along, dout, "triton", window=(6000, 0))
+    i, j = torch.arange(rows, device="cuda")[:, None], torch.arange(keys, device="cuda")
+    shift = i + keys - rows
+    terms = torch.where((j <= shift) & (j >= shift - 6000), 0.0, -torch.inf)[None, None]
+    assert_close(found, second_derivative(inputs, along, dout, terms), dtype)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -1,5 +1,6 @@
 """Entry points of the Triton backend: forward, backward, and attention with a KV cache."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -40,16 +41,28 @@ def record_tangents(plan: Plan, call: Call, tangents: Tangents) -> tuple[Any, tu
     return TangentsReplay(recording), results  # type: ignore[return-value]
 
 
+def before_second(plan: Plan) -> str:
+    """The pass whose results a second derivative starts from, of whatever backend: "tangents" or "forward"."""
+    return "forward" if isinstance(plan.tile.second, BlockedSecond) else "tangents"
+
+
 def second(
-    plan: Plan, call: Call, along: Tangents, needs: Needs, dout: Tensor | None, dlse: Tensor | None
+    plan: Plan,
+    call: Call,
+    along: Tangents,
+    needs: Needs,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    before: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, Gradients]:
-    if isinstance(plan.tile.second, BlockedSecond):  # neither is needed by other passes
+    """The tangents of out and lse, and gradients; `before` has the results of forward or of forward mode."""
+    if before_second(plan) == "forward":  # neither is needed by other passes
         from .launch.second_blocks import launch_second_blocks as launch_second
     else:
         from .launch.second import launch_second
 
     moving = [x for x in along.flat() if x is not None]
-    inputs = (*call.inputs, *moving, dout, dlse)
+    inputs = (*call.inputs, *moving, *before, dout, dlse)
     tout, tlse, *gradients = replay.run(inputs, launch_second, plan, call, along.moves, needs)
     return tout, tlse, Gradients.from_flat(gradients)  # type: ignore[return-value]
 

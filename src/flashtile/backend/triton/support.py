@@ -118,12 +118,12 @@ def tangent_candidates(problem: Problem, device: Device, moves: Needs) -> list[C
 
 
 def second_candidates(problem: Problem, device: Device, moves: Needs, needs: Needs) -> list[Candidate]:
-    """The ways to compute a second derivative, the fastest first."""
+    """The ways to compute a second derivative, the fastest first; times include the backend's own pass before it."""
     from ..gpu.cost import ranked  # not needed by `import flashtile`
     from ..gpu.rates import rates_of
     from .plan import candidates, cost
 
-    ways = [(tile, 1, cost.second(problem, device, tile, moves)) for tile in candidates.second(problem, device)]
+    ways = [(tile, n, cost.second(problem, device, tile, moves, n)) for tile, n in candidates.second(problem, device)]
     return ranked(ways, rates_of(device))
 
 

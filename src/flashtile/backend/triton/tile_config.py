@@ -35,7 +35,7 @@ class FusedConfig(NamedTuple):
 class BlockedSecond(NamedTuple):
     """The kernels of a second derivative whose weights of pairs are in memory, one range of heads and rows after
     another: the tiles of weights, and of sums of some columns for rows and for keys. The weights of `unit` rows and
-    keys are all stored if any is.
+    keys are all stored if any is. Programs share the keys of sums for rows, up to `programs` of them for each core.
     """
 
     weights: KernelConfig
@@ -43,6 +43,7 @@ class BlockedSecond(NamedTuple):
     keys: KernelConfig
     columns: int
     unit: int
+    programs: int = 1
 
     def __str__(self) -> str:
         return f"weights {self.weights}, {self.columns} columns of rows {self.rows} and of keys {self.keys}"

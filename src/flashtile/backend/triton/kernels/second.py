@@ -21,6 +21,7 @@ import triton.language as tl
 
 from . import scores
 from .dkdv import where
+from .forward import split_of
 from .kernel import Scalar, kernel
 from .keys import key_tile, key_value_head, load_k, load_v
 from .masking import (
@@ -67,14 +68,17 @@ class Along(NamedTuple):
 @kernel
 def second_rows_kernel(
     q: QueryTensor, k: KeyTensor, v: KeyTensor, dout: QueryTensor, dq: QueryTensor, row_stats: RowTensor,
-    along: Along, moving: FeatureTangents, params: Params, scale: Scalar, CONFIG: tl.constexpr,
+    along: Along, moving: FeatureTangents, params: Params, scale: Scalar, stride_dq_split: Scalar,
+    CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Store `dq`: one program for each block of rows."""
+    """Store `dq`: one program for each block of rows, or `SPLITS` that share its keys and store sums of their own."""
     ALIGN: tl.constexpr = CONFIG.ALIGN
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
+    SPLITS: tl.constexpr = CONFIG.SPLITS
     D: tl.constexpr = CONFIG.HEAD_DIM
     lengths = params.lengths
-    work = query_tile(lengths, tl.program_id(0), lengths.num_heads_q, 1, BLOCK_M, tl.arange(0, CONFIG.BLOCK_B))
+    split, program = tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
+    work = query_tile(lengths, program, lengths.num_heads_q, 1, BLOCK_M, tl.arange(0, CONFIG.BLOCK_B))
     if work.start < work.seqlen:
         position = work.start + tl.arange(0, BLOCK_M)  # [M]
         exists = position < work.seqlen
@@ -93,6 +97,8 @@ def second_rows_kernel(
 
         last = tl.minimum(work.start + BLOCK_M, work.seqlen) - 1
         blocks = key_blocks(params, work.start, last, info.shift, kv.seqlen, CONFIG.BLOCK_N)
+        if SPLITS > 1:
+            blocks = split_of(blocks, split, SPLITS, CONFIG.BLOCK_N)
         listed = block_list(params, b, head, work.start // BLOCK_M)
         bounds = key_bounds(params, tile.position, info.shift, kv.seqlen)
         dq_i = zeros(BLOCK_M, D, CONFIG.COMPENSATED)
@@ -105,6 +111,8 @@ def second_rows_kernel(
             CONFIG,
         )  # fmt: skip
         dq_rows = head_pointer(dq, b, head, ALIGN) + token[:, None] * elements(dq.stride_m, ALIGN)
+        if SPLITS > 1:
+            dq_rows += split * elements(stride_dq_split, ALIGN)
         store_rows(dq_rows, scaled(dq_i, scale, D), exists, D)
 
 

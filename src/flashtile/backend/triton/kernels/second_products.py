@@ -7,6 +7,8 @@ of rows:  dk = scale (r^T q + ds^T tq),   dv = w^T dout
 import triton
 import triton.language as tl
 
+from .combine import is_last_split
+from .forward import split_of
 from .kernel import Pointer, Scalar, kernel
 from .masking import key_blocks, row_blocks
 from .parameters import KeyTensor, QueryTensor
@@ -20,14 +22,18 @@ from .sequences import key_seqlen
 @kernel
 def weighted_keys_kernel(
     first: Pointer, second: Pointer, x: KeyTensor, y: KeyTensor, result: QueryTensor, span: HeadRange,
-    params: Visibility, scale: Scalar, D: tl.constexpr, UNIT: tl.constexpr, BLOCK_D: tl.constexpr, CONFIG: tl.constexpr,
+    params: Visibility, partials: Pointer, semaphores: Pointer, scale: Scalar, D: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_D: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Store `result [B, H, Sq, D] = scale * (first @ x + second @ y)` for the rows of a range."""
+    """Store `result [B, H, Sq, D] = scale * (first @ x + second @ y)` for the rows of a range. `SPLITS` programs that
+    share the keys of a sum leave `partials [programs, SPLITS, BLOCK_M, BLOCK_D]`, which the last one adds up in order.
+    """
     ALIGN: tl.constexpr = CONFIG.ALIGN
+    SPLITS: tl.constexpr = CONFIG.SPLITS
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     COLUMN_BLOCKS: tl.constexpr = (D.WIDTH + BLOCK_D - 1) // BLOCK_D
-    lengths, program = params.lengths, tl.program_id(0)
-    tiles = span.range_rows * (UNIT // BLOCK_M)
+    lengths, split, sum_of = params.lengths, tl.program_id(0) % SPLITS, tl.program_id(0) // SPLITS
+    tiles, program = span.range_rows * (UNIT // BLOCK_M), sum_of
     column, program = program % COLUMN_BLOCKS * BLOCK_D, program // COLUMN_BLOCKS
     tile, number = tiles - 1 - program % tiles, program // tiles  # the last rows of a causal call see the most keys
     start = span.first_row + tile * BLOCK_M
@@ -38,6 +44,8 @@ def weighted_keys_kernel(
         shift = seqlen_k.seqlen - lengths.total_q + params.window.diagonal
         last = tl.minimum(start + BLOCK_M, lengths.total_q) - 1
         blocks = key_blocks(params, start, last, shift, seqlen_k, CONFIG.BLOCK_N)
+        if SPLITS > 1:
+            blocks = split_of(blocks, split, SPLITS, CONFIG.BLOCK_N)
         rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
         at = first_weight(span, number, rows, UNIT) - block_origin(params.dropout)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -51,10 +59,22 @@ def weighted_keys_kernel(
                 acc, compensation, second + at, head_pointer(y, b, head_k, ALIGN), y, blocks, seqlen_k, column, D,
                 BLOCK_D, CONFIG,
             )  # fmt: skip
-        row, d = start + tl.arange(0, BLOCK_M)[:, None], column + tl.arange(0, BLOCK_D)[None, :]
-        pointers = head_pointer(result, b, head, ALIGN) + row * elements(result.stride_m, ALIGN) + d
-        exists = (row < lengths.total_q) & (d < D.WIDTH)
-        tl.store(pointers, (acc * scale).to(result.data.dtype.element_ty), mask=exists)
+        is_last = True
+        if SPLITS > 1:
+            tile_size: tl.constexpr = BLOCK_M * BLOCK_D
+            own = tl.arange(0, BLOCK_M)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+            of_sum = partials + sum_of.to(tl.int64) * (SPLITS * tile_size) + own
+            tl.store(of_sum + split * tile_size, acc)
+            is_last = is_last_split(semaphores + sum_of, SPLITS)
+            if is_last:
+                acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+                for n in range(SPLITS):
+                    acc += tl.load(of_sum + n * tile_size, cache_modifier=".cg")
+        if is_last:
+            row, d = start + tl.arange(0, BLOCK_M)[:, None], column + tl.arange(0, BLOCK_D)[None, :]
+            pointers = head_pointer(result, b, head, ALIGN) + row * elements(result.stride_m, ALIGN) + d
+            exists = (row < lengths.total_q) & (d < D.WIDTH)
+            tl.store(pointers, (acc * scale).to(result.data.dtype.element_ty), mask=exists)
 
 
 @triton.jit

@@ -1,49 +1,50 @@
-"""The launches of a second derivative: forward with tangents, row statistics, kernels for rows and for keys."""
+"""The launches of a second derivative behind forward mode: row statistics, kernels for rows and for keys."""
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ....call.call import Call, Gradients, Needs, Tangents, Tensors, new_rows
+from ....call.call import Call, Gradients, Needs, Tangents, new_rows
 from ....call.plan import Plan
 from ...gpu.kernel import Kernel
 from ...gpu.pairs import pair_strides, with_contiguous_keys
 from ...gpu.replay import Recorder
-from ...replays import Results
+from ...replays import Results, with_inputs
 from ...scalars import rows_last, strides
 from ..tile_config import KernelConfig
 from . import KERNELS
 from . import arguments as args
-from .backward_launches import BackwardLaunches, Rows
-from .gradients import lse_of, new_key_rows, no_gradient, residual_of, second_from_row_stats
-from .tangents import absent, constants, launch_tangents
+from .backward_launches import ROWS_AT_ONCE, BackwardLaunches, Rows
+from .gradients import lse_of, new_key_rows, no_gradient, residual_of, second_from_row_stats, sum_of_splits
+from .tangents import absent, constants
 
 ROWS, KEYS = (Kernel(f"{KERNELS}.second", f"second_{side}_kernel") for side in ("rows", "keys"))
+ROW_PRODUCTS = Kernel(f"{KERNELS}.row_products", "row_products_kernel")
 STILL: dict[str, Any] = {**pair_strides("dbias", None, 1), "stride_dslopes_b": None}
 NO_FEATURES = dict.fromkeys(("dbias", "dslopes", "dsinks"))
 
 
 def launch_second(recorder: Recorder, plan: Plan, call: Call, moves: Needs, needs: Needs) -> Results:
-    """Record the passes; the recorder's inputs are the call's, the directions of inputs that `moves` names, then dout
-    and dlse. Returns the tangents of out and lse, and then the gradients that `needs` asks for, flat.
+    """Record the passes; the recorder's inputs are the call's, the directions of inputs that `moves` names, the results
+    of forward mode, then dout and dlse. Returns the tangents of out and lse, and then the gradients that `needs` asks
+    for, flat.
     """
-    num_inputs = len(call.tensors.flat())
-    given = iter(recorder.inputs[num_inputs:-2])
-    along = Tangents.from_flat([next(given) if moving else None for moving in moves.flat()])
-    out, row_stats, tout, tlse = launch_tangents(recorder, plan, call, moves)
+    call, along = with_inputs(call, moves, recorder.inputs)
+    out, row_stats, tout, tlse, dout, dlse = recorder.inputs[-6:]
     assert out is not None
     assert row_stats is not None
+    assert tout is not None
     assert tlse is not None
-    *_, dout, dlse = recorder.inputs
     dout = recorder.op(no_gradient, out) if dout is None else recorder.op(rows_last, dout)
-    call = with_contiguous_keys(recorder, call._replace(tensors=Tensors.from_flat(recorder.inputs[:num_inputs])))
+    call = with_contiguous_keys(recorder, call)
     launches = BackwardLaunches(recorder, call, dout, None)
     lse = recorder.op(lse_of, out, row_stats)
     residual = recorder.op(residual_of, row_stats) if call.keeps_residual else None
     launches.preprocess(Rows(out, lse, residual, dlse))
-    product = recorder.op(row_products, dout, tout)
+    product = row_products(launches, tout, tlse)
     directions = Directions(launches, along, tlse, product)
-    dq = directions.of_rows(plan.tile.second[0], moves) if needs.q else None
+    dq = directions.of_rows(plan.tile.second[0], moves, plan.num_splits) if needs.q else None
     dk, dv = directions.of_keys(plan.tile.second[1], moves) if needs.k or needs.v else (None, None)
     dsinks = sink_gradient(launches, along, needs, Rows(out, lse, residual, dlse), tlse, product)
     others = (None,) * len(call.tensors.score_mod_tensors)  # a mask function's tensors have no gradients
@@ -63,10 +64,28 @@ def sink_gradient(
     return launches.recorder.op(second_from_row_stats, launches.row_stats, sinks, along.sinks, *of_rows)
 
 
-def row_products(dout: Tensor, tout: Tensor) -> Tensor:
+def row_products(launches: BackwardLaunches, tout: Tensor, lse: Tensor) -> Tensor:
     """`<dout, tout>` of each row, fp32, as lse: `[B, H, S]`, or `[H, T]` of packed rows."""
-    products = (dout.float() * tout.float()).sum(dim=-1)
-    return products.contiguous() if products.dim() == 3 else products.t().contiguous()
+    recorder, dout = launches.recorder, launches.dout
+    tout = recorder.op(rows_last, tout)
+    product = recorder.new(torch.empty_like(lse, memory_format=torch.contiguous_format))
+    align, total_q = args.alignment([dout, tout]), product.shape[-1]
+    tiles = -(-total_q // ROWS_AT_ONCE)
+    scalars = {
+        **strides("x", dout, align),
+        **strides("y", tout, align),
+        **args.row_strides("product", product),
+        "num_tiles": tiles,
+        "num_heads_q": dout.shape[1],
+        "total_q": total_q,
+        "D": args.head_dim(dout.shape[-1]),
+        "ALIGN": align,
+        "BLOCK_M": ROWS_AT_ONCE,
+        "num_warps": 4,
+    }
+    pointers = {"x": dout, "y": tout, "product": product}
+    recorder.launch(ROW_PRODUCTS, pointers, tiles * (product.numel() // max(total_q, 1)), scalars)
+    return product
 
 
 class Directions:
@@ -90,22 +109,27 @@ class Directions:
             given |= absent(f"t{name}", dims) if x is None else strides(f"t{name}", x, align, keys=name != "q")
         return given | self.of_numbers | {"scale": self.call.settings.scale}, align
 
-    def of_rows(self, config: KernelConfig, moves: Needs) -> Tensor:
+    def of_rows(self, config: KernelConfig, moves: Needs, splits: int) -> Tensor:
+        """dq; the sums of programs that share a tile's keys are fp32 `[splits, ...]`, and are added at the end."""
         q = self.call.tensors.q
-        dq = args.new_result(self.recorder, self.call, new_rows(q, q.shape[1], q.shape[-1], q.dtype), 0)
+        dq = new_rows(q, q.shape[1], q.shape[-1], q.dtype)
+        if splits > 1:
+            dq = q.new_empty((splits, *q.shape), dtype=torch.float32)
+        dq = args.new_result(self.recorder, self.call, dq, 0)
         given, align = self.scalars(dq)
         tiles = args.num_tiles(self.call, config.block_m)
         lists, list_strides = self.launches.lists(config)
         scalars = {
             **given,
             **list_strides,
-            **strides("dq", dq, align),
-            **constants(self.call, config, align, moves),
+            **strides("dq", dq if splits == 1 else dq[0], align),
+            **constants(self.call, config, align, moves, splits),
+            "stride_dq_split": None if splits == 1 else q.numel() // align,
             "num_tiles": tiles,
         }
-        programs = tiles * dq.shape[1] * args.dense_batch(dq)
+        programs = tiles * q.shape[1] * args.dense_batch(q) * splits
         self.launches.launch(ROWS, {"dq": dq, **self.pointers, **lists}, programs, scalars)
-        return dq
+        return dq if splits == 1 else self.recorder.op(sum_of_splits, dq)
 
     def of_keys(self, config: KernelConfig, moves: Needs) -> tuple[Tensor, Tensor]:
         dk, dv = (self.recorder.new(new_key_rows(self.call, x)) for x in self.call.tensors[1:3])

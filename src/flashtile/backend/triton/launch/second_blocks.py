@@ -1,5 +1,5 @@
-"""The launches of a second derivative of wide heads: forward, row statistics, then weights of pairs and their products
-for one range of heads and rows after another (`kernels.second_weights`).
+"""The launches of a second derivative of wide heads, behind forward: row statistics, then weights of pairs and their
+products for one range of heads and rows after another (`kernels.second_weights`).
 """
 
 from functools import partial
@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....call.call import Call, Gradients, Needs, Tangents, Tensors, lse_shape, new_rows
+from ....call.call import Call, Gradients, Needs, Tangents, lse_shape, new_rows
+from ....call.device import describe_device
 from ....call.plan import Plan
 from ....call.problem import power_of_two
 from ...epilogue import sink_tangents
@@ -16,15 +17,16 @@ from ...gpu.kernel import Kernel
 from ...gpu.pairs import with_contiguous_keys
 from ...gpu.pointers import Pointers
 from ...gpu.replay import Recorder
-from ...replays import Results
+from ...replays import Results, with_inputs
 from ...scalars import keep_scale, rows_last, strides, threshold
+from ..plan.tables import SPLITS
 from ..tile_config import BlockedSecond, KernelConfig
 from . import KERNELS
 from . import arguments as args
 from .backward_launches import BackwardLaunches, Rows
-from .forward import launch_attention
 from .gradients import lse_of, no_gradient, residual_of
 from .second import NO_FEATURES, STILL, row_products, sink_gradient
+from .semaphores import new_semaphores
 from .tangents import absent, constants
 
 WEIGHTS, COMPLETE = (
@@ -70,16 +72,17 @@ def ranges_of(heads: int, group: int, rows: int, pitch: int, unit: int, pairs: i
     ]
 
 
+def splits_of_sums(sums: int, programs: int) -> int:
+    """How many programs share the keys of each sum."""
+    return max(n for n in SPLITS if n == 1 or n * sums <= programs)
+
+
 def launch_second_blocks(recorder: Recorder, plan: Plan, call: Call, moves: Needs, needs: Needs) -> Results:
-    """As `second.launch_second`, for dense calls."""
-    num_inputs = len(call.tensors.flat())
-    given = iter(recorder.inputs[num_inputs:-2])
-    along = Tangents.from_flat([next(given) if moving else None for moving in moves.flat()])
-    call = call._replace(tensors=Tensors.from_flat(recorder.inputs[:num_inputs]))
-    out, row_stats, *_ = launch_attention(recorder, plan, call)
+    """As `second.launch_second`, for dense calls, from the results of forward."""
+    call, along = with_inputs(call, moves, recorder.inputs)
+    out, row_stats, dout, dlse = recorder.inputs[-4:]
     assert out is not None
     assert row_stats is not None
-    *_, dout, dlse = recorder.inputs
     dout = recorder.op(no_gradient, out) if dout is None else recorder.op(rows_last, dout)
     launches = BackwardLaunches(recorder, with_contiguous_keys(recorder, call), dout, None)
     residual = recorder.op(residual_of, row_stats) if call.keeps_residual else None
@@ -96,13 +99,14 @@ class Blocks:
         recorder, self.call = launches.recorder, launches.call
         self.launches, self.recorder, self.config, self.moves = launches, recorder, config, moves
         self.moving = along
+        self.shared: dict[str, Tensor | None] = {}
         self.of_sinks: Tensor | None = None  # each row's part of the tangent of lse
         self.along: dict[str, Tensor | None] = {
             f"t{name}": None if x is None else recorder.op(rows_last, x) for name, x in zip("qkv", along, strict=False)
         }
         q, k = self.call.tensors[:2]
         batch, heads, rows, _ = q.shape
-        self.unit = config.unit
+        self.unit, self.programs = config.unit, config.programs * describe_device(q.device).cores
         origin = self.call.settings.j0 % 8 if self.call.settings.dropout_p > 0 else 0
         self.pitch = max(1, -(-(k.shape[2] + origin) // self.unit)) * self.unit
         self.group = heads // max(k.shape[1], 1)
@@ -122,7 +126,7 @@ class Blocks:
         if self.ranges:
             self.over_ranges(tout, tlse, dq, *sums)
         dk, dv = (None if x is None else self.recorder.op(partial(rounded, dtype), x) for x in sums)
-        product = self.recorder.op(row_products, self.launches.dout, tout) if needs.sinks else tlse
+        product = row_products(self.launches, tout, tlse) if needs.sinks else tlse
         dsinks = sink_gradient(self.launches, self.moving, needs, rows, tlse, product)
         others = (None,) * len(self.call.tensors.score_mod_tensors)  # a mask function's
         return tout, tlse, *Gradients(q=dq, k=dk, v=dv, sinks=dsinks, score_mod_tensors=others).flat()
@@ -133,6 +137,7 @@ class Blocks:
         names = ("weight_p", "weight_t", "weight_ds", "weight_r")
         layouts = dict.fromkeys(names, ((most, self.pitch), dtype))
         w = self.recorder.workspace(tout, layouts | {"weight_sums": ((most, tiles, 3), torch.float32)})
+        self.shared = self.shared_sums(tout)
         scale, kept = self.call.settings.scale, 1.0
         if self.call.settings.dropout_p > 0:
             kept = keep_scale(threshold(self.call.settings.dropout_p))
@@ -146,6 +151,16 @@ class Blocks:
                 self.of_rows(at, dk, (w["weight_r"], self.launches.q), (w["weight_ds"], t["tq"]), scale)
             if dv is not None:
                 self.of_rows(at, dv, (w["weight_t"], dout), (None, None), kept)
+
+    def shared_sums(self, like: Tensor) -> dict[str, Tensor | None]:
+        """What programs need that share the keys of a sum: their sums, and semaphores."""
+        config = self.config
+        least = min(x.num_rows // config.rows.block_m * x.num_heads for x in self.ranges)
+        if splits_of_sums(least, self.programs) == 1:
+            return {"partials": None, "semaphores": None}
+        shape = (self.programs, config.rows.block_m, config.columns)
+        semaphores = self.recorder.op(partial(new_semaphores, like.device, self.programs))
+        return {**self.recorder.workspace(like, {"partials": (shape, torch.float32)}), "semaphores": semaphores}
 
     def span(self, at: HeadRange) -> dict[str, Any]:
         return {
@@ -187,9 +202,14 @@ class Blocks:
         x, y = first[1], second[1]
         rows, align = self.operands((x, y), "bhn", result)
         given = {**rows, **strides("result", result, align), **self.of_sum(at, result, config, align, scale)}
-        programs = at.num_rows // config.block_m * given.pop("column_blocks") * at.num_heads
-        pointers = {"first": first[0], "second": second[0], "x": x, "y": y, "result": result}
-        self.launch(OF_KEYS, pointers, programs, given)
+        sums = at.num_rows // config.block_m * given.pop("column_blocks") * at.num_heads
+        splits, shared = splits_of_sums(sums, self.programs), self.shared
+        if splits > 1:
+            given |= constants(self.call, config, align, self.moves, splits)
+        else:
+            shared = dict.fromkeys(shared)
+        pointers = {"first": first[0], "second": second[0], "x": x, "y": y, "result": result, **shared}
+        self.launch(OF_KEYS, pointers, sums * splits, given)
 
     def of_rows(self, at: HeadRange, sums: Tensor, first: Operands, second: Operands, scale: float) -> None:
         """Add the product of transposed weights with rows, or two such products, to `sums`."""

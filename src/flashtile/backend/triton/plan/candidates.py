@@ -73,31 +73,30 @@ def tangents_of(problem: Problem, device: Device) -> list[TileConfig]:
     return [plain._replace(tangents=tile, given_splits=other if tile.mma else None) for tile in tiles]
 
 
-def tangent_splits(tile: KernelConfig, problem: Problem, device: Device) -> list[int]:
+def tangent_splits(tile: KernelConfig, problem: Problem, device: Device, kernel: str = "tangents") -> list[int]:
     """Numbers of programs that share the keys of a tile, where these are few. Lists of blocks are not split."""
     p = problem
     if p.features.mask is not None or p.mask_mod is not None:
         return []
     batch, rows, keys = p.counts
     tiles = batch * p.num_heads_q * -(-rows // tile.block_m)
-    slots = device.cores * programs_of_core(p, device, tile, "tangents")
+    slots = device.cores * programs_of_core(p, device, tile, kernel)
     return splits_that_fill(tables.SPLITS, tiles, slots, int(-(-keys // tile.block_n)))
 
 
-def second(problem: Problem, device: Device) -> Iterator[TileConfig]:
-    """Tiles of a second derivative: of its forward pass with tangents, then the largest that fit of the kernels for
-    rows and for keys.
-    """
+def second(problem: Problem, device: Device) -> Iterator[tuple[TileConfig, int]]:
+    """The largest tiles that fit of a second derivative, and numbers of programs that share the keys of some rows."""
     p, chips = problem, "float32" if problem.dtype is torch.float32 else "half"
     if (blocked := blocked_second(p, device)) is not None:
         row = row_of(p, device)
-        yield TileConfig(row.forward, row.dkdv, row.dq, second=blocked)
+        yield TileConfig(row.forward, row.dkdv, row.dq, second=blocked), 1
         return
     pair = (tables.INTERPRETER.dq, tables.INTERPRETER.dkdv)
     if device.type != "cpu":
         pair = (second_tile("second rows", chips, p, device), second_tile("second keys", chips, p, device))
+    splits = [] if device.type == "cpu" else tangent_splits(pair[0], p, device, "second rows")
     for plain in unsplit_tangents(p, device):
-        yield plain._replace(second=pair)
+        yield from ((plain._replace(second=pair), n) for n in (1, *splits))
 
 
 def blocked_second(problem: Problem, device: Device) -> BlockedSecond | None:

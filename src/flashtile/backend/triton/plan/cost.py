@@ -159,11 +159,11 @@ def tangents(problem: Problem, device: Device, config: TileConfig, moves: Needs,
     return Cost(counts, memory(3 * part * rows_bytes(p), p))
 
 
-def second(problem: Problem, device: Device, config: TileConfig, moves: Needs) -> Cost:
+def second(problem: Problem, device: Device, config: TileConfig, moves: Needs, splits: int = 1) -> Cost:
     """The work of forward with tangents, by the products of all three kernels: derived, not measured."""
     if isinstance(config.second, BlockedSecond):
         return blocked_second(problem, device, config)
-    cost = tangents(problem, device, config, moves)
+    cost = tangents(problem, device, config, moves, splits)
     times = 21 / 6  # products of all kernels, beside those of forward with tangents
     return Cost(cost.counts.times(times), {name: times * n for name, n in cost.limits.items()})
 

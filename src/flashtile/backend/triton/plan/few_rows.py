@@ -34,7 +34,6 @@ LEAST_PART, KEYS_OF_ROW = 512, 64  # keys of a part at least, and for each row: 
 PART_REGISTERS = 168
 MOST_PARTS, FILLING = 32, 256  # parts of a sequence, and of all key heads of one
 ONE_WARP = KernelConfig(16, 32, 1, 4)  # up to 96 features, where it waits less for others
-ROWS_OF_WARP = 16  # of a product of matrices, at least
 SHORT = 64  # rows and keys of a sequence that is one small tile
 # Tiles of latent rows by shared memory in KiB, then rows; a chip takes the largest that it has room for.
 HALF = {
@@ -126,13 +125,13 @@ def batch_invariant(
 
 
 def with_whole_rows(tile: KernelConfig, problem: Problem, device: Device) -> KernelConfig:
-    """The tile, or one whose rows are added up in one order: each warp has all keys of its rows, or all warps share 16
-    rows. Triton divides rows among warps where it sees that two products follow each other; else rows and keys, unless
-    there are far more of either. It sees that in kernels with pages, and not in those of packed keys.
+    """The tile, or one that adds up a row in one order: a warp has all keys of its rows, or all warps share 16 rows.
+    Triton divides rows among warps where it sees that two products follow each other; else rows and keys, unless there
+    are far more rows or keys. It sees that in a kernel with pages, and not in one without.
     """
     if tile.precision == "tf32x3":
         return tile if tile.block_m >= tables.WARPGROUP.block_m else tables.WARPGROUP
-    by_warpgroups = device.arch not in MMA_SYNC and tile.block_m >= tile.num_warps * ROWS_OF_WARP
+    by_warpgroups = device.arch not in MMA_SYNC and tile.block_m >= 16 * tile.num_warps
     if by_warpgroups or problem.dtype is torch.float32 or not device.arch.startswith("sm_"):
         return tile
     whole = next(tile for width, tile in tables.WHOLE_ROWS if width_of(problem) <= width)
