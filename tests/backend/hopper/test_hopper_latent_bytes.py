@@ -17,7 +17,7 @@ from gluon_emulation.machine import EmulationError
 from offline.compiled import compile_launch
 from offline.families import latent_call
 from offline.launches import hopper_launches_of
-from test_hopper_latent import H200, latent_case
+from test_hopper_latent import H200, H200_MEASURED, latent_case, measured_shapes
 
 import flashtile
 from flashtile.backend.hopper import support
@@ -27,6 +27,7 @@ from flashtile.call.call import Call
 from flashtile.call.eight_bit import PACKED, EightBit
 from flashtile.call.problem import Problem
 from flashtile.dispatch import passes
+from flashtile.dispatch.planner import candidates_of
 from flashtile.testing.case import Case
 from flashtile.testing.oracle import solve
 from flashtile.testing.poison import poisoned_allocation
@@ -167,3 +168,23 @@ def test_tiles_of_rows(heads: int, rows: int) -> None:
     found = support.candidates(problem(num_heads_q=heads, fine=None), H200, None)[0].tile.forward
     assert found.block_m == rows
     assert "latent rows of 8 bits" in str(found)
+
+
+KINDS = {"float8_e4m3fn by head": torch.float8_e4m3fn, "int8 by head": torch.int8, "656 bytes": torch.uint8}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("shape", "times"), measured_shapes())
+def test_expected_times(shape: tuple[int, ...], times: dict[str, float], kind: str) -> None:
+    """`auto` takes the faster backend, whose expected time is near the measured one."""
+    batch, heads, queries, keys = shape
+    sizes: dict[str, Any] = {"batch": batch, "num_heads_q": heads, "seqlen_q": queries, "seqlen_k": keys, "fine": None}
+    decoding = replace(Problem.describe(latent_call(heads, KINDS[kind])), **sizes)
+    expected = {
+        name: min(way.microseconds for way in candidates_of(name, decoding, H200_MEASURED, None, None))
+        for name in ("hopper", "triton")
+    }
+    measured = {name: times[f"{kind} in {name}"] for name in expected}
+    chosen = min(expected, key=lambda name: expected[name])
+    assert measured[chosen] == min(measured.values())
+    assert 0.6 < expected[chosen] / measured[chosen] < 1.5
