@@ -102,13 +102,8 @@ NUMBERS = "numbers(smem.load(LAYOUT), scales, c, KEY_SCALES, dtype)"
 BUGS = (
     ("release too early", "forward.py", ADDED + RELEASED, RELEASED + ADDED),
     ("another stage", "forward.py", "consumer_wait(ring, count, STAGES)", "consumer_wait(ring, count + 1, STAGES)"),
-    ("sums before they are there", "forward.py", "        meet(CONFIG)  # all sums are there\n", ""),
-    (
-        "sums over loaded keys",
-        "forward.py",
-        "        meet(CONFIG)  # all blocks are read, and their memory is free\n",
-        "",
-    ),
+    ("sums before they are there", "forward.py", "            mbarrier.wait(sums.there.index(0), 0)\n", ""),
+    ("sums over loaded keys", "forward.py", "        mbarrier.wait(sums.read.index(0), 0)\n", ""),
     ("l without a factor", "paired.py", "l = rescaled(l, alpha)", "l = l"),
     ("row_max unseen", "paired.py", "stats.index(W).store(own)\n        meet(CONFIG)", "stats.index(W).store(own)"),
     ("no fence", "blocks.py", "place.dtype))\n    fence_async_shared()", "place.dtype))"),

@@ -15,8 +15,6 @@ from ..shared.compat import Pointer, Scalar, thread_barrier
 from ..shared.epilogue import ALIGN, OutputTensor
 from ..shared.mma import MMA_M, gemm_wait
 from ..shared.pages import column_and_row
-from ..shared.pipeline import FIRST_BARRIER
-from ..shared.ptx import barrier_sync
 from ..shared.softmax import FLOAT_MAX, INFINITY, LN2, log2
 from .memory import Ring, TileQueries, chunk_of, rest_of, transposed
 from .operands import CHUNK, CHUNKS, features_of_rows, key_operand, product_layout, value_operand
@@ -34,13 +32,21 @@ class ScaleTensor(NamedTuple):
     stride_n: Scalar
 
 
+class Sums(NamedTuple):
+    """What warpgroups exchange."""
+
+    stats: gl.shared_memory_descriptor  # [2 * warpgroups, N] fp32: row_max and l of each
+    read: gl.shared_memory_descriptor  # [1, 1] mbarrier: all blocks are read, and their memory is free
+    there: gl.shared_memory_descriptor  # [1, 1] mbarrier: all sums are there
+
+
 class BytesContext(NamedTuple):
     """What warpgroups have in common."""
 
     queries: TileQueries
     ring: Ring
     p: tuple[gl.shared_memory_descriptor, ...]  # for each warpgroup, [1, N, 64]
-    stats: gl.shared_memory_descriptor  # [3 * warpgroups, N] fp32: row_max and l of each, and between steps
+    sums: Sums
     k_descale: ScaleTensor
     v_descale: ScaleTensor
     out: OutputTensor
@@ -55,12 +61,6 @@ class RowState(NamedTuple):
 
     factor: gl.tensor  # of scores
     full_stop: gl.tensor  # the key before which all rows' keys end
-
-
-@gluon.jit
-def meet(CONFIG: gl.constexpr):
-    """Wait until all warpgroups are here, too."""
-    barrier_sync(FIRST_BARRIER + CONFIG.stages, 2 * MMA_M * CONFIG.num_warpgroups)
 
 
 @gluon.jit

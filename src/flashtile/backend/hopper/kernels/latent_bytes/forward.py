@@ -7,7 +7,7 @@ room in one warpgroup: two share each pair of blocks (`paired`).
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..latent.forward import LatentUnits
 from ..latent.rows import LatentKeys, LatentRows, page_of
@@ -15,14 +15,14 @@ from ..shared.compat import Pointer, kernel, reinterpret_smem, thread_barrier
 from ..shared.epilogue import OutputTensor
 from ..shared.mma import MMA_M
 from ..shared.partitions import numbered, run_partitions
-from ..shared.pipeline import FIRST_BARRIER, LAST_BARRIER, consumer_release, consumer_wait, stage_of
+from ..shared.pipeline import FIRST_BARRIER, LAST_BARRIER, consumer_release, consumer_wait, make_mbarriers, stage_of
 from ..shared.softmax import FLOAT_MAX
 from .blocks import (
     BytesContext,
     ScaleTensor,
+    Sums,
     add_values,
     largest_of_scores,
-    meet,
     no_sums,
     probabilities,
     put_probabilities,
@@ -66,11 +66,12 @@ def latent_bytes_kernel(
     ring = make_ring(k_desc, rest_desc, scales_desc, CONFIG)
     queries = load_queries(q, rows, keys, tile_of(rows, keys, CONFIG), CONFIG)
     stats = gl.allocate_shared_memory(gl.float32, [3 * WARPGROUPS, N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    sums = Sums(stats, make_mbarriers(1, WARPGROUPS), make_mbarriers(1, WARPGROUPS))
     p = ()
     for _ in gl.static_range(WARPGROUPS):
         p = p + (right_operand(VALUES, N, MMA_M),)
     fence_async_shared()
-    context = BytesContext(queries, ring, p, stats, k_descale, v_descale, out, lse, rows, keys, units)
+    context = BytesContext(queries, ring, p, sums, k_descale, v_descale, out, lse, rows, keys, units)
     run_partitions(
         CONFIG,
         numbered(paired_warpgroup if CONFIG.paired else warpgroup, WARPGROUPS, (context, CONFIG)),
@@ -127,17 +128,21 @@ def finish(W: gl.constexpr, context, tile, acc, row_max, l, CONFIG: gl.constexpr
     N: gl.constexpr = CONFIG.block_m
     WARPGROUPS: gl.constexpr = CONFIG.num_warpgroups
     of_columns: gl.constexpr = row_max.type.layout
-    stats = context.stats
+    stats, sums = context.sums.stats, context.sums
     if WARPGROUPS > 1:
-        meet(CONFIG)  # all blocks are read, and their memory is free
+        thread_barrier()
+        mbarrier.arrive(sums.read.index(0), count=1)
+        mbarrier.wait(sums.read.index(0), 0)
         if W > 0:
             stats.index(2 * W).store(row_max)
             stats.index(2 * W + 1).store(l)
             for c in gl.static_range(CHUNKS):
                 place_of_sums(context.ring, c, W, N, WARPGROUPS).store(acc[c])
-        meet(CONFIG)  # all sums are there
+        thread_barrier()
+        mbarrier.arrive(sums.there.index(0), count=1)
     if W == 0:
         if WARPGROUPS > 1:
+            mbarrier.wait(sums.there.index(0), 0)
             for other in gl.static_range(1, WARPGROUPS):
                 its_max, its_l = stats.index(2 * other).load(of_columns), stats.index(2 * other + 1).load(of_columns)
                 largest = gl.maximum(row_max, its_max)

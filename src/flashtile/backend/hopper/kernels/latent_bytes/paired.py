@@ -9,12 +9,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..latent.rows import page_of
-from ..shared.pipeline import consumer_release, consumer_wait, stage_of
+from ..shared.pipeline import FIRST_BARRIER, consumer_release, consumer_wait, stage_of
+from ..shared.ptx import barrier_sync
 from ..shared.softmax import FLOAT_MAX
 from .blocks import (
     add_values,
     largest_of_scores,
-    meet,
     no_sums,
     probabilities,
     put_probabilities,
@@ -41,7 +41,7 @@ def paired_warpgroup(W: gl.constexpr, context, CONFIG: gl.constexpr):
     tile = tile_of(context.rows, context.keys, CONFIG)
     state = row_state(context, tile, CONFIG)
     of_columns: gl.constexpr = gl.SliceLayout(0, product_layout(N))
-    stats = context.stats
+    stats = context.sums.stats
     stats.index(4 + W).store(gl.full([N], -FLOAT_MAX, gl.float32, of_columns))
     l = no_sums(N)  # noqa: E741
     acc = ()
@@ -77,3 +77,9 @@ def paired_warpgroup(W: gl.constexpr, context, CONFIG: gl.constexpr):
     meet(CONFIG)
     total = own_l + stats.index(3 - W).load(of_columns)
     store(context, tile, acc, stats.index(4 + W).load(of_columns), total, FIRST, CONFIG)
+
+
+@gluon.jit
+def meet(CONFIG: gl.constexpr):
+    """Wait until the other warpgroup is here, too."""
+    barrier_sync(FIRST_BARRIER + CONFIG.stages, 256)
