@@ -116,6 +116,13 @@ def test_batch_invariant_scores_have_one_order(arch: str) -> None:
         assert warps_of(tile.forward, chained=False) == warps_of(tile.forward, chained=True), (width, change)
 
 
+@pytest.mark.parametrize("width", [64, 80, 128, 256])
+def test_a_dense_cache_is_decoded_as_dense_keys_are(width: int) -> None:
+    given = problem(batch=64, seqlen_q=1, seqlen_k=8192, head_dim=width, head_dim_v=width)
+    cache = replace(given, layout="paged", pages=Pages(8192, several=False, in_rows=True))
+    assert [x.forward for x in tiles(cache)] == [x.forward for x in tiles(given)]
+
+
 def test_groups_share_a_tile_where_it_fits() -> None:
     def packed(heads: int, device: Device = H200) -> set[int]:
         return {x.pack_gqa for x in tiles(problem(seqlen_q=1, num_heads_q=heads, num_heads_kv=1), device)}

@@ -68,7 +68,8 @@ def ways(tiles: TileConfig, width: int, problem: Problem, device: Device) -> Ite
     p = problem
     base = within_memory(tile_of(tiles.forward, width, p, device), p, device)
     found, wide, plain = [base], 64 < width_of(p) <= 128, p.layout == "dense"
-    few = base.block_m == TRANSPOSED_ROWS and plain and has_most(p.dtype, device)
+    whole = plain or (p.pages is not None and not p.pages.several)  # a dense cache has one page for each sequence
+    few = base.block_m == TRANSPOSED_ROWS and whole and has_most(p.dtype, device)
     if p.eight_bit is not None:
         twice = base.block_n == 64 and p.seqlen_k >= LONG_OF_EIGHT_BITS
     else:
