@@ -180,7 +180,7 @@ def test_splits(batch: int, splits: range) -> None:
 
 
 def measured_shapes() -> list[tuple[tuple[int, ...], dict[str, float]]]:
-    """Batch, heads, queries and keys of each measured call, and microseconds by its name."""
+    """Batch, heads, queries and keys of each measured call in bfloat16, and microseconds by backend."""
     found: dict[tuple[int, ...], dict[str, float]] = {}
     with (RESULTS / "h200-latent-caches.csv").open() as file:
         for row in csv.DictReader(file):
