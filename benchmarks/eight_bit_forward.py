@@ -2,10 +2,13 @@
 
 python benchmarks/eight_bit_forward.py --errors
 python benchmarks/eight_bit_forward.py --time 128,16384,full
+python benchmarks/eight_bit_forward.py --time 128,16384,full --spread 4
 python benchmarks/eight_bit_forward.py --rates 128
+python benchmarks/eight_bit_forward.py --rotation 128    # without a GPU
 """
 
 import argparse
+import importlib.util
 import json
 import math
 from collections.abc import Iterator
@@ -77,10 +80,10 @@ CASES = {
     "grouped": ((2, 4, 2, 193, 321), "normal"),
     "129 keys": ((1, 2, 2, 129, 129), "normal"),
     "one row": ((1, 2, 2, 1, 5000), "normal"),
-    "ones": ((1, 1, 1, 128, 16384), "ones"),
-    "ones large": ((1, 1, 1, 128, 16384), "ones large"),
-    "tail": ((1, 1, 1, 128, 1024), "tail"),
-    "equal": ((1, 1, 1, 128, 16384), "equal"),
+    "ones": ((1, 1, 1, 128, 131072), "ones"),
+    "ones large": ((1, 1, 1, 128, 131072), "ones large"),
+    "tail": ((1, 1, 1, 128, 131072), "tail"),
+    "equal": ((1, 1, 1, 128, 131072), "equal"),
 }
 
 
@@ -109,30 +112,85 @@ def inputs(shape: tuple[int, ...], kind: str, width: int) -> tuple[Tensor, Tenso
     return q, k, v
 
 
+def quantized(x: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Numbers of 8 bits, and scales `[B, heads]` of groups of heads."""
+    of_heads = x.abs().amax((2, 3)).view(x.shape[0], heads, -1).amax(-1).clamp(min=1e-6) / 448
+    return (x / over_heads(of_heads, x)).to(FP8), of_heads
+
+
+def over_heads(scale: Tensor, x: Tensor) -> Tensor:
+    """Scales `[B, Hkv]` as those of all heads, `[B, H, 1, 1]`."""
+    return scale.repeat_interleave(x.shape[1] // scale.shape[1], 1)[:, :, None, None]
+
+
+def rmse(x: Tensor, expected: Tensor) -> float:
+    return float((x - expected).double().square().mean().sqrt())
+
+
+def flash_attention_3(numbers: list[Tensor], scales: list[Tensor], causal: bool) -> Tensor | None:
+    """FlashAttention-3's result, if it is installed."""
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        return None
+    flash_attn_func = importlib.import_module("flash_attn_interface").flash_attn_func
+    named = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
+    out = flash_attn_func(*(x.transpose(1, 2).contiguous() for x in numbers), causal=causal, **named)
+    return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+
 def report_errors(width: int, names: list[str]) -> None:
+    """Print errors against exact attention of the numbers of 8 bits, and those of 8 and 16 bits against that of the
+    numbers before.
+    """
     for name in names:
         shape, kind = CASES[name]
         for causal in (False, True):
-            q, k, v = inputs(shape, kind, width)
-            amax = [x.abs().amax((2, 3), keepdim=True).clamp(min=1e-6) for x in (q, k, v)]
-            of_queries = amax[0].view(shape[0], shape[2], -1).amax(-1)[:, :, None, None]
-            scales = [of_queries / 448, amax[1] / 448, amax[2] / 448]
-            whole = [scales[0].repeat_interleave(shape[1] // shape[2], 1), *scales[1:]]
-            numbers = [(x / s).to(FP8) for x, s in zip((q, k, v), whole, strict=True)]
-            given = [x.double() * s for x, s in zip(numbers, whole, strict=True)]
+            before = inputs(shape, kind, width)
+            pairs = [quantized(x, shape[2]) for x in before]
+            numbers, scales = [x for x, _ in pairs], [x for _, x in pairs]
+            given = [x.double() * over_heads(scale, x) for x, scale in pairs]
             more: dict[str, Any] = {"causal": causal, "return_lse": True, "out_dtype": torch.float32}
-            for n, scale in zip(("q_descale", "k_descale", "v_descale"), scales, strict=True):
-                more[n] = scale.flatten(1)
-            out, lse = flashtile.attention(numbers[0], numbers[1], numbers[2], backend="hopper", **more)
+            more |= dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
+            out, lse = flashtile.attention(*numbers, backend="hopper", **more)  # type: ignore[misc]
             expected, expected_lse, sums = exact(given[0], given[1], given[2], causal, width**-0.5)
+            exact_before, _, _ = exact(*before, causal, width**-0.5)
+            in_16_bits = flashtile.attention(*(x.bfloat16() for x in before), causal=causal, backend="hopper")
+            other = flash_attention_3(numbers, scales, causal)
             error = (out - expected).abs()
             of_lse = (lse - expected_lse).abs()
             print(json.dumps({
                 "width": width, "case": name, "causal": causal, "max": float(error.max()),
-                "rmse": float(error.square().mean().sqrt()), "of": float(expected.square().mean().sqrt()),
+                "rmse": rmse(out, expected), "of": float(expected.square().mean().sqrt()),
+                "whole rmse": rmse(out, exact_before), "bf16 rmse": rmse(in_16_bits, exact_before),
+                "flash-attention 3 rmse": None if other is None else rmse(other, exact_before),
                 "lse": float(of_lse.max()), "lse mean": float((lse - expected_lse).mean()), "A": float(sums.max()),
                 "lse/A": float((of_lse / sums.clamp(min=1e-6)).max()), "nan": bool(out.isnan().any()),
             }), flush=True)  # fmt: skip
+
+
+def report_rotation(width: int) -> None:
+    """Print what quantizing q and k to 8 bits, with scales of heads, changes in exact attention, as they are and after
+    `flashtile.hadamard`. Outliers are 0.1% of all elements, N(0, 100), or two features, 8 times as large in q and k.
+    """
+    make = torch.Generator().manual_seed(0)
+    for kind in ("normal", "outliers", "two features"):
+        q, k, v = torch.randn(3, 1, 4, 1024, width, generator=make, dtype=torch.float64)
+        if kind == "outliers":
+            more = 10 * torch.randn(2, 1, 4, 1024, width, generator=make, dtype=torch.float64)
+            hit = torch.rand(more.shape, generator=make) < 0.001
+            q, k = torch.stack((q, k)) + more * hit
+        if kind == "two features":
+            q[..., :2] *= 2
+            q[..., 2:] /= 4
+            k[..., :2] *= 8
+        expected, _, _ = exact(q, k, v, False, width**-0.5)
+        errors = []
+        for x in ((q, k), (flashtile.hadamard(q), flashtile.hadamard(k))):
+            pairs = [quantized(y, 4) for y in x]
+            given = [y.double() * over_heads(scale, y) for y, scale in pairs]
+            out, _, _ = exact(given[0], given[1], v, False, width**-0.5)
+            errors.append(rmse(out, expected) / float(expected.square().mean().sqrt()))
+        found = {"width": width, "inputs": kind, "rmse": errors[0], "rotated": errors[1]}
+        print(json.dumps(found | {"gain": round(errors[0] / errors[1], 2)}), flush=True)
 
 
 def graph_of(function: Any, repeats: int) -> torch.cuda.CUDAGraph:
@@ -145,10 +203,13 @@ def graph_of(function: Any, repeats: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def report_times(width: int, rows: int, causal: bool, rounds: int, variants: list[str]) -> float:
-    """Print the speed of each variant and of bfloat16; return the first one's milliseconds."""
+def report_times(width: int, rows: int, causal: bool, rounds: int, variants: list[str], spread: float = 1.0) -> float:
+    """Print the speed of each variant and of bfloat16, of scores with this standard deviation; return the first one's
+    milliseconds.
+    """
     heads, batch = HEADS[width], TOKENS // rows
     q, k, v = (torch.randn(batch, heads, rows, width, device="cuda") for _ in range(3))
+    q *= spread
     flops = 4 * batch * heads * rows * rows * width * (0.5 if causal else 1.0)
     repeats = max(1, int(0.004 * 6e14 / flops))
     graphs = {}
@@ -169,7 +230,7 @@ def report_times(width: int, rows: int, causal: bool, rounds: int, variants: lis
                 times[name].append(start.elapsed_time(stop) / repeats)
     medians = {name: sorted(x)[len(x) // 2] for name, x in times.items()}
     for name, time in medians.items():
-        found = {"width": width, "rows": rows, "causal": causal, "variant": name}
+        found = {"width": width, "rows": rows, "causal": causal, "spread": spread, "variant": name}
         print(json.dumps(found | {"ms": round(time, 4), "TFLOP/s": round(flops / time / 1e9, 1)}), flush=True)
     return medians[variants[0]]
 
@@ -204,8 +265,10 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--time", action="append", default=[], help="width,rows,full|causal")
+    parser.add_argument("--spread", type=float, default=1.0, help="standard deviation of the scores that are timed")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--set", action="append", default=[], help="fields of a configuration; timed beside each other")
+    parser.add_argument("--rotation", action="append", type=int, default=[], help="width")
     parser.add_argument("--rates", action="append", type=int, default=[], help="width")
     given = parser.parse_args()
     variants = given.set or ["{}"]
@@ -214,7 +277,9 @@ def main() -> None:
             report_errors(given.width, given.cases.split(","))
     for case in given.time:
         width, rows, form = case.split(",")
-        report_times(int(width), int(rows), form == "causal", given.rounds, variants)
+        report_times(int(width), int(rows), form == "causal", given.rounds, variants, given.spread)
+    for width in given.rotation:
+        report_rotation(width)
     for width in given.rates:
         report_rates(width, given.rounds, variants[0])
 

@@ -21,6 +21,7 @@ GROUPS = {
         "attention_with_kvcache",
         "merge_attention",
         "quantize_kv",
+        "hadamard",
         "pack_latent_rows",
         "unpack_latent_rows",
         "explain",

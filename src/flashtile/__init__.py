@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from . import mask_mods, score_mods
 from .api.attention import ExactWindow, attention
 from .api.explain import Explanation, explain
+from .api.hadamard import hadamard
 from .api.kvcache import attention_with_kvcache
 from .api.latent_rows import PackedLatentRows, pack_latent_rows, unpack_latent_rows
 from .api.merge import merge_attention
@@ -45,6 +46,7 @@ __all__ = [
     "backends",
     "calls",
     "explain",
+    "hadamard",
     "mask_mods",
     "merge_attention",
     "pack_latent_rows",

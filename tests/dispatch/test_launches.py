@@ -119,7 +119,7 @@ def test_tiles_for_a_number_of_splits(num_splits: int | None) -> None:
         ((1, 2, 300, 64), torch.bfloat16, "triton", None),
         ((1, 2, 4096, 256), torch.float32, "triton", "PyTorch multiplies"),
         ((1, 2, 300, 64), torch.bfloat16, "hopper", None),
-        ((1, 2, 300, 128), torch.float32, "hopper", "16 bits only"),
+        ((1, 2, 300, 128), torch.float32, "hopper", "keys of float32"),
     ],
 )
 def test_why_keys_are_not_split(shape: tuple[int, ...], dtype: torch.dtype, backend: str, reason: str | None) -> None:

@@ -19,7 +19,7 @@ class Copy:
         selected = torch.ones_like(at, dtype=torch.bool) if mask is None else torch.as_tensor(unwrap(mask))
         if target.shape != list(at.shape) or target.dtype != pointers.base.dtype:
             raise EmulationError(f"copy of {list(at.shape)} {pointers.base.dtype} to {target.shape} {target.dtype}")
-        machine().current_task().check_copied("copies to memory", target.span)
+        machine().current_task().check_copied("copies to memory", target)
         self.target, self.pointers, self.at, self.selected = target, pointers, at, selected.expand(at.shape)
         if target.dtype.itemsize < 4:
             self.check_aligned()

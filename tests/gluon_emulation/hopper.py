@@ -11,6 +11,7 @@ from torch import Tensor
 from .machine import EmulationError, machine
 from .values import Shared, Value, check_range, unwrap
 
+EIGHT_BITS = {torch.float8_e4m3fn, torch.float8_e5m2}  # dtypes of operands that need not be alike
 TMA_BYTES = 128  # that divide an address in shared memory which TMA writes to
 
 
@@ -211,7 +212,7 @@ class Product(Value):
     """A product in flight, which may not be read before a wait."""
 
     def __init__(self, a: Value | Shared, b: Shared, acc: Value | None, shape: list[int]):
-        super().__init__(UNREAD.expand(shape))
+        self.value = UNREAD.expand(shape)
         self.a, self.b, self.acc = a, b, acc
         self.snapshot = [x.data.clone() if isinstance(x, Shared) else x.tensor for x in (a, b)]
         self.finished = False
@@ -220,7 +221,15 @@ class Product(Value):
     def tensor(self) -> Tensor:
         if not self.finished:
             raise EmulationError(f"{machine().current_task().name} reads a product in flight")
-        return self._tensor
+        return self.value
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.value.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.value.dtype
 
     def finish(self) -> None:
         operands = zip(self.snapshot, (self.a, self.b), strict=True)
@@ -229,9 +238,9 @@ class Product(Value):
                 f"{machine().current_task().name}: an operand was written while its product was in flight"
             )
         a, b = self.snapshot
-        self._tensor = a.float() @ b.float()
+        self.value = a.float() @ b.float()
         if self.acc is not None:
-            self._tensor = self._tensor + self.acc.tensor
+            self.value = self.value + self.acc.tensor
         self.finished = True
 
 
@@ -239,7 +248,8 @@ def warpgroup_mma(a: Value | Shared, b: Shared, acc: Value, use_acc: Any = True,
     for x in (a, b):
         if isinstance(x, Shared):
             x.check_fenced()
-    if not (a.dtype == b.dtype and [a.shape[0], b.shape[1]] == acc.shape and a.shape[1] == b.shape[0]):
+    alike = a.dtype == b.dtype or {a.dtype, b.dtype} == EIGHT_BITS
+    if not (alike and [a.shape[0], b.shape[1]] == acc.shape and a.shape[1] == b.shape[0]):
         raise EmulationError(f"product of {a.shape} {a.dtype} and {b.shape} {b.dtype} to {acc.shape}")
     task = machine().current_task()
     product = Product(a, b, acc if unwrap(use_acc) else None, acc.shape)

@@ -26,17 +26,15 @@ def run(asm: str, constraints: str, args: Sequence[Tensor], results: int, pack: 
     args = torch.broadcast_tensors(*args)
     shape = args[0].shape
     inputs = [register for x in args for register in registers(bits(x.detach().numpy()), pack)]
-    kinds = [kind for kind in constraints.split(",") if not kind.startswith("~")]
-    assert len(kinds) == pack * (results + len(args)), constraints
-    operands = dict(enumerate(inputs, pack * results))
-    tied = {int(kind): operands[n] for n, kind in enumerate(kinds) if kind.isdigit()}
+    count, tied = operands_of(constraints)
+    assert count == pack * (results + len(args)), constraints
+    state = {f"${n}": x for n, x in enumerate(inputs, pack * results)}
+    state |= {f"${result}": state[f"${n}"] for result, n in tied}
     with np.errstate(all="ignore"):
-        state = execute(asm, {f"${n}": x for n, x in (operands | tied).items()})
+        execute(asm, state)
     outputs = []
     for first in range(0, pack * results, pack):
-        output = np.empty(shape, state[f"${first}"].dtype)
-        for n, register in enumerate(registers(output, pack), first):
-            register[...] = state[f"${n}"]
+        output = elements([state[f"${n}"] for n in range(first, first + pack)], shape)
         outputs.append(torch.from_numpy(output.view(np.int32) if output.dtype == np.uint32 else output))
     return outputs
 
@@ -44,13 +42,21 @@ def run(asm: str, constraints: str, args: Sequence[Tensor], results: int, pack: 
 def run_on_bytes(asm: str, x: Tensor) -> Tensor:
     """The float16 results of `asm` on bytes `[..., n]`, of which a register has four that follow each other."""
     words = np.ascontiguousarray(x.numpy()).view(np.uint32)
-    state = execute(asm, {"$2": words.reshape(1, 1, 1, -1)})
+    state = {"$2": words.reshape(1, 1, 1, -1)}
+    execute(asm, state)
     pairs = np.stack([state["$0"], state["$1"]], -1).reshape(*words.shape[:-1], -1)
     return torch.from_numpy(pairs.view(np.float16))
 
 
-def registers(x: Register, pack: int) -> list[Register]:
-    """Views of `[M, N // 8, 4, 2]` or `[M, 4]` by register.
+@functools.cache
+def operands_of(constraints: str) -> tuple[int, list[tuple[int, int]]]:
+    """The number of all operands, and results with the operands that they begin as."""
+    kinds = [kind for kind in constraints.split(",") if not kind.startswith("~")]
+    return len(kinds), [(int(kind), n) for n, kind in enumerate(kinds) if kind.isdigit()]
+
+
+def registers(x: Register, pack: int) -> Sequence[Register]:
+    """The registers that hold `[M, N // 8, 4, 2]` or `[M, 4]`, each contiguous.
 
     A thread holds two columns of every eight of rows `i` and `i + 8`, or one element of each row. With pack = 1,
     elements are independent of each other.
@@ -58,10 +64,17 @@ def registers(x: Register, pack: int) -> list[Register]:
     if pack == 1:
         return [x.reshape(1, 1, 1, -1)]
     rows = x.reshape(-1, 2, 8, *(x.shape[1:] if x.ndim == 4 else (1, 4, 1)))  # warp, half, row, eight, lane, pair
-    eights, _, pairs = rows.shape[3:]
-    views = [rows[:, half, :, n, :, pair] for n in range(eights) for half in range(2) for pair in range(pairs)]
-    assert len(views) == pack
-    return views
+    by_register = np.ascontiguousarray(rows.transpose(3, 1, 5, 0, 2, 4))
+    return by_register.reshape(pack, *by_register.shape[3:])
+
+
+def elements(values: Sequence[Register], shape: torch.Size) -> Register:
+    """The inverse of `registers`."""
+    if len(values) == 1:
+        return np.array(values[0]).reshape(shape)
+    eights, lanes, pairs = shape[1:] if len(shape) == 4 else (1, 4, 1)
+    by_register = np.stack(values).reshape(eights, 2, pairs, -1, 8, lanes)
+    return np.ascontiguousarray(by_register.transpose(3, 1, 4, 0, 5, 2)).reshape(shape)
 
 
 def bits(x: Register) -> Register:
@@ -79,8 +92,8 @@ class Line(NamedTuple):
     branch: str = ""
 
 
-def execute(asm: str, state: dict[str, Register]) -> dict[str, Register]:
-    """Registers after the instructions, from those before."""
+def execute(asm: str, state: dict[str, Register]) -> None:
+    """Execute the instructions on registers."""
     shape = next(iter(state.values())).shape
     active = np.full(shape, True)
     some = every = True  # threads are active
@@ -111,7 +124,6 @@ def execute(asm: str, state: dict[str, Register]) -> dict[str, Register]:
                 if not every:
                     result = np.where(active, result, state[target] if target in state else np.zeros_like(result))
                 state[target] = result
-    return state
 
 
 @functools.cache
@@ -136,7 +148,7 @@ def line_of(words: list[str]) -> Line:
 def function_of(name: str) -> Callable[..., Any]:
     kind, *suffixes = name.split(".")
     if kind == "setp":
-        return functools.partial(compare, {"gt": np.greater, "ne": np.not_equal}[suffixes[0]])
+        return functools.partial(compare, {"gt": np.greater, "lt": np.less, "ne": np.not_equal}[suffixes[0]])
     return INSTRUCTIONS[name] if name in INSTRUCTIONS else INSTRUCTIONS[kind]
 
 
@@ -195,6 +207,7 @@ INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "max": np.fmax,
     "ex2": np.exp2,
     "lg2": np.log2,
+    "cvt.rpi.f32.f32": np.ceil,
     "and": np.bitwise_and,
     "xor": np.bitwise_xor,
     "add": np.add,

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from . import eight_bit, instructions
-from .machine import EmulationError, machine, merge_clock
+from .assembly import inline_asm_elementwise  # noqa: F401
+from .machine import machine
+from .memory import atomic_add, load, store  # noqa: F401
 from .values import UNSIGNED, Pointer, Shared, Value, as_tensor, unwrap
 
 float64, float32, float16, bfloat16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -213,129 +214,8 @@ def ceil(x: Value) -> Value:
     return Value(torch.ceil(x.tensor))
 
 
-def load(pointer: Pointer, mask: Any = None, other: Any = None) -> Value:
-    at = pointer.at(mask)
-    values = pointer.memory()[at]
-    if at.dim() == 0:
-        values = values.clone()  # a view
-    if mask is not None:
-        assert other is not None
-        values = torch.where(torch.as_tensor(unwrap(mask)), values, torch.as_tensor(unwrap(other)).to(values.dtype))
-    return Value(values)
-
-
-def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
-    at, memory = pointer.at(mask), pointer.memory()
-    values = torch.as_tensor(unwrap(value)).to(memory.dtype).expand(at.shape)
-    if mask is not None:
-        selected = torch.as_tensor(unwrap(mask)).expand(at.shape)
-        at, values = at[selected], values[selected]
-    memory[at] = values
-
-
-def atomic_add(pointer: Pointer, value: Any, mask: Any = None, sem: str = "acq_rel", scope: str = "gpu") -> Value:
-    """Add, also to the same element more than once."""
-    machine().pause()
-    at, memory = pointer.at(mask), pointer.memory()
-    old = Value(memory[at].clone())
-    selected = torch.ones_like(at, dtype=torch.bool) if mask is None else torch.as_tensor(unwrap(mask)).expand(at.shape)
-    values = torch.as_tensor(unwrap(value)).to(memory.dtype).expand(at.shape)
-    memory.index_put_((at[selected],), values[selected], accumulate=True)
-    return old
-
-
 def allocate_shared_memory(dtype: torch.dtype, shape: Sequence[int], layout: Any = None) -> Any:
     if not hasattr(layout, "barriers"):
         data = torch.empty(list(shape), dtype=dtype)
         return Shared(data.fill_(torch.nan if dtype.is_floating_point else -(2 ** (8 * dtype.itemsize - 2))))
     return layout.barriers(shape[0])
-
-
-def inline_asm_elementwise(
-    asm: str, constraints: str, args: Sequence[Any], dtype: Any, is_pure: bool, pack: int
-) -> Any:
-    """Inline assembly: synchronization instructions are emulated, arithmetic is interpreted."""
-    if asm.startswith("bar.sync $1, $2;"):
-        barrier_sync(int(args[0]), int(args[1]) // 32)
-    elif asm.startswith("bar.arrive $1, $2;"):
-        barrier_arrive(int(args[0]), int(args[1]) // 32)
-    elif asm.startswith("red.relaxed.gpu.global.add.v4.f32"):
-        return add_in_fours(*args)
-    elif asm.startswith("cp.async.bulk.wait_group 0;"):
-        task = machine().current_task()
-        machine().wait(lambda: all(store.written for store in task.stores), "its results to arrive")
-        task.stores.clear()
-        task.unread_stores.clear()
-    elif found := [f for name, f in eight_bit.MEANINGS.items() if name in asm]:
-        return found[0](*args)
-    elif asm.startswith("griddepcontrol."):
-        machine().grid_controls.append(asm.partition(";")[0])
-    elif asm.startswith("ld.acquire.gpu.global.b32 $0, [$1];"):
-        return load_acquire(args[0])
-    elif asm.startswith("mov.u32 $0, %laneid;"):
-        return arange(0, 32)  # a scalar that differs between the threads of a warp
-    elif asm.startswith("shfl.sync.idx.b32 $0, $1, $2, 31"):
-        return args[0][int(args[1])]
-    elif "ld.global." in asm:
-        return with_adjacent(asm, *args)
-    elif asm.startswith("fence.proxy.async.global;"):
-        machine().current_task().polled.clear()  # follows the polling loop
-    elif getattr(getattr(args[0], "dtype", None), "itemsize", 0) == 1:
-        return Value(instructions.run_on_bytes(asm, args[0].tensor))
-    elif asm != "mov.b32 $0, $1;":
-        num_results = len(dtype) if isinstance(dtype, tuple) else 1
-        results = instructions.run(asm, constraints, [as_tensor(unwrap(x)) for x in args], num_results, pack)
-        return tuple(Value(x) for x in results) if isinstance(dtype, tuple) else Value(results[0])
-    return args[0]
-
-
-def with_adjacent(asm: str, t: Value, pointers: Pointer) -> Value:
-    """Scores with a bias or a mask whose columns are read two by two."""
-    if (torch.as_tensor(pointers.offset)[..., ::2] % 2 != 0).any():
-        raise EmulationError("the address of two elements is not aligned")
-    values = load(pointers).tensor
-    return Value(torch.where(values != 0, t.tensor, -torch.inf) if "selp" in asm else t.tensor + values.float())
-
-
-def add_in_fours(pointers: Pointer, x: Value) -> Value:
-    """Add to adjacent elements by fours."""
-    machine().pause()
-    offsets = torch.as_tensor(pointers.offset)
-    first = offsets[..., ::4, None]
-    if (first % 4 != 0).any() or not torch.equal(offsets, (first + torch.arange(4)).flatten(-2)):
-        raise EmulationError("four elements are not adjacent or not aligned")
-    store(pointers, load(pointers).tensor + x.tensor)
-    return x
-
-
-def barrier_arrive(number: int, num_warps: int) -> int:
-    """Arrive at a named barrier. Returns the arrivals that complete this phase, in warps."""
-    task = machine().current_task()
-    barriers = task.program.named_barriers
-    arrived = barriers.get(number, 0)
-    barriers[number] = arrived + task.num_warps
-    phase = arrived // num_warps
-    if task.barrier_phases.get(number) == phase:
-        raise EmulationError(f"{task.name} arrives at named barrier {number} twice in a phase")
-    task.barrier_phases[number] = phase
-    merge_clock(task.program.barrier_clocks.setdefault((number, phase), {}), task.clock)
-    machine().pause()
-    return (phase + 1) * num_warps
-
-
-def barrier_sync(number: int, num_warps: int) -> None:
-    """Arrive at a named barrier and wait until `num_warps` warps have arrived."""
-    goal = barrier_arrive(number, num_warps)
-    task = machine().current_task()
-    machine().wait(lambda: task.program.named_barriers[number] >= goal, f"named barrier {number}")
-    merge_clock(task.clock, task.program.barrier_clocks[number, task.barrier_phases[number]])
-
-
-def load_acquire(semaphore: Pointer) -> Value:
-    """A semaphore's value. A repeated load waits for a change, as a polling loop would."""
-    task = machine().current_task()
-    key = (semaphore.base.data_ptr(), int(semaphore.offset))
-    machine().wait(lambda: int(load(semaphore)) != task.polled.get(key), f"a semaphore to leave {task.polled.get(key)}")
-    value = load(semaphore)
-    task.polled[key] = int(value)
-    return value

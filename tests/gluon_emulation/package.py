@@ -41,6 +41,18 @@ def jit(function: Any = None, **options: Any) -> Any:
     return function
 
 
+def constexpr_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Remember results for plain arguments: most are the text of long assembly."""
+    remembered = functools.lru_cache(None, typed=True)(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        plain = not named and all(type(x) in (str, int, bool) for x in args)
+        return remembered(*args) if plain else function(*args, **named)
+
+    return call
+
+
 def triton_modules() -> dict[str, ModuleType]:
     """Substitutes for the modules that the kernels import, by name."""
 
@@ -53,7 +65,7 @@ def triton_modules() -> dict[str, ModuleType]:
     core = module("_core", builtin=builtin, tuple=list, _unwrap_if_constexpr=lambda x: x)
     of_language = {name: x for name, x in vars(language).items() if not name.startswith("_")}
     return {
-        "triton": module("triton", jit=jit, constexpr_function=lambda f: f, language=triton_language),
+        "triton": module("triton", jit=jit, constexpr_function=constexpr_function, language=triton_language),
         "triton.language": triton_language,
         "triton._C": module("triton._C"),
         "triton._C.libtriton": module("triton._C.libtriton", ir=None),

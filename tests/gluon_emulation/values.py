@@ -45,19 +45,15 @@ class Value:
     type = LAYOUT
 
     def __init__(self, tensor: Tensor):
-        self._tensor = tensor
-
-    @property
-    def tensor(self) -> Tensor:
-        return self._tensor
+        self.tensor = tensor
 
     @property
     def shape(self) -> list[int]:
-        return list(self._tensor.shape)
+        return list(self.tensor.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._tensor.dtype
+        return self.tensor.dtype
 
     @property
     def T(self) -> "Value":  # noqa: N802
@@ -114,7 +110,11 @@ def add_operators() -> None:
 
     def define(name: str, function: Callable[[Any, Any], Any]) -> None:
         def direct(self: Value, other: Any) -> Any:
-            return NotImplemented if isinstance(other, Pointer) else Value(function(self.tensor, unwrap(other)))
+            if isinstance(other, Value):
+                other = other.tensor
+            elif isinstance(other, Pointer):
+                return NotImplemented
+            return Value(function(self.tensor, other))
 
         def reflected(self: Value, other: Any) -> Value:
             return Value(function(unwrap(other), self.tensor))
@@ -234,8 +234,8 @@ class Shared:
 
     def index(self, n: Any) -> "Shared":
         n = int(n)
-        if not 0 <= n < self.data.shape[0]:
-            raise EmulationError(f"index {n} of {self.data.shape[0]}")
+        if not 0 <= n < len(self.data):
+            raise EmulationError(f"index {n} of {len(self.data)}")
         return Shared(self.data[n])
 
     def slice(self, start: int, length: int, dim: int = 0) -> "Shared":
@@ -248,14 +248,14 @@ class Shared:
         return Shared(self.data.permute(*order))
 
     def load(self, layout: Any = None) -> Value:
-        machine().current_task().check_copied("reads memory", self.span)
+        machine().current_task().check_copied("reads memory", self)
         return Value(self.data.clone())
 
     def store(self, value: Value) -> None:
         if list(value.shape) != self.shape or value.dtype != self.dtype:
             raise EmulationError(f"{value.shape} {value.dtype} stored to {self.shape} {self.dtype}")
         task = machine().current_task()
-        task.check_copied("writes memory", self.span)
+        task.check_copied("writes memory", self)
         task.program.writes += 1
         task.clock[task] = task.program.writes
         task.program.unfenced[self.span] = task, task.program.writes
@@ -269,8 +269,10 @@ class Shared:
 
     def check_fenced(self) -> None:
         """Require a proxy fence after the last write, by the writer or by a task that knows of the write."""
-        first, last = self.span
         program = machine().current_task().program
+        if not program.unfenced:
+            return
+        first, last = self.span
         for (start, stop), (writer, _) in program.unfenced.items():
             if start < last and first < stop:
                 raise EmulationError(

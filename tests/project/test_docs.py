@@ -67,7 +67,7 @@ def test_the_example_of_the_layer() -> None:
 
 def test_every_function_has_an_example() -> None:
     functions = [name for name in flashtile.__all__ if inspect.isfunction(getattr(flashtile, name))]
-    assert len(functions) == 11
+    assert len(functions) == 12
     assert not [name for name in functions if ">>>" not in (getattr(flashtile, name).__doc__ or "")]
 
 

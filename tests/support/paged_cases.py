@@ -41,7 +41,7 @@ class Paged:
         pages = {}
         for name, width in (("k", self.head_dim), ("v", self.head_dim_v or self.head_dim)):
             shape = (num_pages, heads_k, size, width) if self.heads_first or self.dense_cache else None
-            x = torch.full(shape or (num_pages, size, heads_k, width), torch.nan, dtype=self.dtype)
+            x = torch.full(shape or (num_pages, size, heads_k, width), torch.nan).to(self.dtype)
             pages[name] = x if shape is None else x.transpose(1, 2)
         for b, n in enumerate(self.keys):
             for column in range(needed[b]):
@@ -92,9 +92,11 @@ CASES = {
 }
 
 
-def with_missing_pages(size: int, device: str, *, packed: bool) -> tuple[Case, Case]:
+def with_missing_pages(
+    size: int, device: str, *, packed: bool, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Case, Case]:
     """A problem with entries that are no pages, and the same one with a mask that hides their keys."""
-    case = Paged(size, keys=(400, 200, 131), queries=(40, 3, 131) if packed else 40).case(5, device)
+    case = Paged(size, keys=(400, 200, 131), queries=(40, 3, 131) if packed else 40, dtype=dtype).case(5, device)
     table = case.arguments["page_table"]
     hidden = torch.ones(3, 1, 1, table.shape[1] * size, dtype=torch.bool, device=device)
     last = 200 // size - (200 % size == 0)

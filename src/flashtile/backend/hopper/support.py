@@ -13,6 +13,7 @@ from ...call.problem import OCTET, Problem, too_long
 from ...expression import Formula
 from ..gpu.formula import unsupported as unsupported_tensor
 from ..gpu.installed import triton_version
+from .plan.listed import Masked
 from .plan.widths import FUSED, ONE_BOX, SHARED_COLUMNS, WIDTHS, eight_bit_width, is_latent, widths
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ SUMMARY = "Gluon kernels for Hopper GPUs, the fastest there"
 ARCHITECTURE = "sm_90"
 HEAD_DIM_STEP = 8  # elements of 16 bytes, which TMA needs rows to be a multiple of
 EIGHT_BIT_STEP = 16  # the same of 8 bits
-EIGHT_BIT_KEYS = 16384  # in 8 bits, weights below 2 ** -16 of a row's largest are lost: of more keys, too many
 ROUNDS_TO_EIGHT_BITS = True  # the probabilities of queries of 8 bits; to float16, those over latent rows of 8 bits
 TMA_ALIGNMENT = 16  # bytes, of rows
 PAGE_STEP = 8  # keys: rows that shared memory swizzles together
@@ -126,23 +126,37 @@ def declines_eight_bit(problem: Problem) -> str | None:
     """Why the kernel of 8 bits does not take a problem; `None` if it does."""
     p, of = problem, problem.eight_bit
     assert of is not None
-    if of.format != "e4m3":
-        return "in 8 bits, it supports keys and values in float8_e4m3fn"
+    if of.format not in ("e4m3", "e5m2"):
+        return "in 8 bits, it supports keys and values in float8_e4m3fn and float8_e5m2"
     if of.q_by_row or of.k_by_key or of.v_by_key:
         return "in 8 bits, it supports scales of heads"
-    if p.pages is not None or p.latent or p.batch_invariant or p.seqused_q or p.leftpad_k:
-        return "in 8 bits, it supports neither pages, latent rows, batch_invariant nor seqused_q"
-    if has_unpaged_features(p) or p.window.chunk is not None:
-        return "in 8 bits, it does not support dropout, biases, masks, score_mods and attention_chunk"
+    if p.latent or p.batch_invariant or p.seqused_q or p.leftpad_k:
+        return "in 8 bits, it supports neither latent rows, batch_invariant, seqused_q nor leftpad_k"
+    if p.dropout or p.features.bias is not None or p.score_mod is not None or p.window.chunk is not None:
+        return "in 8 bits, it does not support dropout, biases, score_mods and attention_chunk"
+    if (reason := declines_pages(p) or declines_eight_bit_mask(p)) is not None:
+        return reason
     if eight_bit_width(p) is None or any(d % EIGHT_BIT_STEP for d in (p.head_dim, p.head_dim_v)):
         return f"in 8 bits, it supports head dimensions that are multiples of {EIGHT_BIT_STEP} up to 256"
     if p.alignment < TMA_ALIGNMENT:
         return f"TMA needs rows of q, k and v aligned to {TMA_ALIGNMENT} bytes"
     if min(p.batch, p.num_heads_q, p.seqlen_q, p.seqlen_k) == 0:
         return "the call is empty"
-    if p.seqlen_k > EIGHT_BIT_KEYS:
-        return f"in 8 bits, it supports {EIGHT_BIT_KEYS} keys at most, since small weights of a row round to 0"
     return too_long(p)
+
+
+def declines_eight_bit_mask(problem: Problem) -> str | None:
+    """Why the kernel of 8 bits does not take a problem's mask; `None` if it does."""
+    if problem.features.mask is None and problem.mask_mod is None:
+        return None
+    if (reason := problem.untraced) is not None:
+        return reason
+    if isinstance(problem.mask_mod, Formula) and (reason := unsupported_tensor(problem.mask_mod)) is not None:
+        return reason
+    masked = Masked.of_problem(problem)
+    if masked is None or not masked.has_pair_bits():
+        return "in 8 bits, it supports masks of large dense calls, the same for all heads"
+    return None
 
 
 def declines_float32(problem: Problem) -> str | None:
@@ -272,8 +286,8 @@ def tangent_candidates(problem: Problem, device: Device, moves: Needs) -> list[C
 
 def unsplit(plan: Plan, call: Call) -> str | None:
     """Why forward does not split keys into as many parts as the caller asks for, or `None`."""
-    if plan.tile.forward.kind in ("float32", "eight_bit"):
-        return "hopper splits keys of 16 bits only"
+    if plan.tile.forward.kind == "float32":
+        return "hopper does not split keys of float32"
     return None if call.tensors.cu_seqlens_q is None else "hopper does not split keys of packed queries"
 
 

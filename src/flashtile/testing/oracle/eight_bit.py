@@ -88,19 +88,19 @@ def scales_of_rows(given: dict[str, Any], name: str, sequence: int, rows: Tensor
 
 # What GPUs lose with queries of 8 bits, beside what the contract allows of every dtype.
 WEIGHT = 2.0**-4  # the error of a weight that is rounded to 8 bits, relative to itself
-LEAST_WEIGHT = 2.0**-16  # the error of a small weight, relative to the row's largest
+LEAST_WEIGHT = 2.0**-13  # the error of a small weight, relative to its block's largest
+LEAST_BLOCK = 2.0**-70  # the same, relative to the sum of a row's weights: what float32 cannot hold beside it
 SUM = 2.0**-13  # the last bit of a matrix unit's sum
-BLOCK = 128  # keys of a sum in a matrix unit
+BLOCK = 128  # keys of a sum in a matrix unit, and of weights that are rounded relative to the largest one
 
 
-def lost_by_rows(weights: Tensor, values: Tensor) -> Tensor:
-    """What is lost of weights `[H, Sq, Sk]` that are rounded relative to their row's largest, a sink's among them, in
-    sums of values `[H, Sk, Dv]`: `[H, Sq, Dv]`.
+def lost_by_blocks(weights: Tensor, values: Tensor) -> Tensor:
+    """What is lost of weights `[H, Sq, Sk]` that are rounded relative to the largest of their block, in sums of values
+    `[H, Sk, Dv]`: `[H, Sq, Dv]`.
     """
-    largest = (1 - weights.sum(-1, keepdim=True)).clamp(min=0)  # a sink's
-    if weights.shape[-1] > 0:
-        largest = torch.maximum(largest, weights.amax(-1, keepdim=True))
-    lost = torch.minimum(weights, LEAST_WEIGHT * largest)
+    lost = weights.clone()
+    for block in lost.split(BLOCK, -1) if lost.shape[-1] > 0 else ():  # views
+        block.copy_(torch.minimum(block, (LEAST_WEIGHT * block.amax(-1, keepdim=True)).clamp(min=LEAST_BLOCK)))
     return torch.nan_to_num(lost) @ torch.nan_to_num(values.abs(), posinf=0.0)
 
 

@@ -22,7 +22,7 @@ from .eight_bit import (
     WEIGHT,
     WEIGHTS,
     has_eight_bits,
-    lost_by_rows,
+    lost_by_blocks,
     lost_scores,
     scales,
     scales_of_rows,
@@ -338,7 +338,7 @@ class _Solution:
     def _lost(self, batch: int, rows: Tensor, weights: Tensor) -> Tensor:
         """What small weights of a row may lose, `[Hq, Sq, Dv]`."""
         v = self._descaled("v", batch, rows).transpose(0, 1)
-        return lost_by_rows(weights, v.repeat_interleave(weights.shape[0] // v.shape[0], 0))
+        return lost_by_blocks(weights, v.repeat_interleave(weights.shape[0] // v.shape[0], 0))
 
     def _tangents(self, batch: int, q_rows: Tensor, k_rows: Tensor, shape: tuple[int, int, int]) -> InputTangents:
         t, rows = self.tangents, {"q": q_rows, "k": k_rows, "v": k_rows}

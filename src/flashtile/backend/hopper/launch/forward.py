@@ -44,7 +44,7 @@ class ForwardResults(NamedTuple):
 def forward_config(plan: Plan, call: Call) -> ForwardConfig | Float32Forward | LatentForward:
     """The configuration with the number of splits, which the caller may choose where queries are dense."""
     config, num_splits = plan.tile.forward, call.settings.requested_splits
-    if config.kind == "float32" or config.kind == "eight_bit" or call.tensors.cu_seqlens_q is not None:
+    if config.kind == "float32" or call.tensors.cu_seqlens_q is not None:
         return config
     chosen = config if num_splits is None else replace(config, last_splits=1)
     return chosen.with_splits(splits_of(call, plan.num_splits, chosen.block_n))

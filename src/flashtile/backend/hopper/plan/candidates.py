@@ -34,28 +34,24 @@ DQ_LENGTH = 256  # rows and keys from which warpgroups add dq to zeros
 
 def forward(problem: Problem, device: Device) -> Iterator[tuple[ForwardConfig | Float32Forward | LatentForward, int]]:
     """Configurations, and numbers of programs that share the keys of a tile."""
-    if problem.dtype is QUERIES:
-        of_bytes = EIGHT_BIT[eight_bit_width(problem) or 0]  # `support` declines others
-        yield from ((replace(of_bytes, heads_at_once=n), 1) for n in forward_orders(problem))
-        return
     if is_latent(problem):
         yield from latent(problem, device)
         return
-    width = widths(problem)
-    assert width is not None  # `support` declines others
+    width = widths(problem) or (0, 0)  # `support` declines what tables do not have
     if problem.dtype is torch.float32:
         config = FLOAT32[width[0]].forward
         yield from ((replace(config, heads_at_once=heads), 1) for heads in forward_orders(problem))
         return
-    warpgroups, configs = warpgroups_with_room(problem, device, width), FORWARD[width]
-    if problem.batch_invariant:  # blocks of one size, in order: neither the rows of a tile nor its turn change a bit
-        configs = tuple(x for x in configs if x.block_n == configs[0].block_n)
+    if problem.dtype is QUERIES:
+        configs: tuple[ForwardConfig, ...] = (EIGHT_BIT[eight_bit_width(problem) or 0],)
+    else:
+        warpgroups, configs = warpgroups_with_room(problem, device, width), FORWARD[width]
+        if problem.batch_invariant:  # blocks of one size: neither the rows of a tile nor its turn change a bit
+            configs = tuple(x for x in configs if x.block_n == configs[0].block_n)
+        configs = tuple(x for x in configs if x.num_warpgroups in warpgroups)
     for config in configs:
-        if config.num_warpgroups not in warpgroups:
-            continue
-        config = with_pages(config, problem)
         for heads in forward_orders(problem):
-            yield from divided(replace(config, heads_at_once=heads), problem, device)
+            yield from divided(replace(with_pages(config, problem), heads_at_once=heads), problem, device)
 
 
 def latent(problem: Problem, device: Device) -> Iterator[tuple[LatentForward, int]]:
@@ -79,7 +75,7 @@ def divided(config: ForwardConfig, problem: Problem, device: Device) -> Iterator
     """The configuration with its splits of keys: of all tiles where few, of those after whole waves, or none."""
     yield config, 1
     batch, rows, keys = problem.counts
-    if problem.layout == "varlen" or problem.batch_invariant:
+    if problem.layout == "varlen" or problem.batch_invariant or (config.kind == "eight_bit" and is_masked(problem)):
         return
     heads = batch * problem.num_heads_q
     blocks = -(-rows // config.block_m)
@@ -97,7 +93,8 @@ def divided(config: ForwardConfig, problem: Problem, device: Device) -> Iterator
 def is_divisible(problem: Problem) -> bool:
     """Whether a head's rows may be a call of their own, and the last tiles belong to the last head."""
     p = problem
-    return p.layout == "dense" and p.window.unlimited and is_plain(p) and p.num_heads_q == p.num_heads_kv
+    alike = p.dtype is not QUERIES and p.num_heads_q == p.num_heads_kv
+    return p.layout == "dense" and p.window.unlimited and is_plain(p) and alike
 
 
 def forward_orders(problem: Problem) -> list[int]:

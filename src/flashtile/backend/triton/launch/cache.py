@@ -38,7 +38,8 @@ def attention_after(call: CacheCall, results: Results) -> Call:
     q, lengths = results
     assert q is not None
     batch = call.cache.cache_seqlens.shape[0]
-    (k, v, table), (k_descale, v_descale) = as_pages(call.cache, batch), descales_of_pages(call.cache, batch)
+    k, v, table = as_pages(call.cache, batch)
+    k_descale, v_descale = descales_of_pages(call.cache, batch)
     tensors = call.tensors._replace(
         q=q, k=k, v=v, seqused_k=lengths, page_table=table, leftpad_k=call.cache.leftpad_k, k_descale=k_descale,
         v_descale=v_descale,

@@ -1,1 +1,1 @@
-"""The forward kernel of queries, keys and values in float8_e4m3fn."""
+"""The forward kernel of queries, keys and values of 8 bits."""

@@ -1,4 +1,4 @@
-"""Forward kernel for q, k and v in float8_e4m3fn on Hopper, in Gluon.
+"""Forward kernel for q, k and v of 8 bits on Hopper, in Gluon: q in float8_e4m3fn, k and v in that or in float8_e5m2.
 
 The structure is that of `forward.forward`: a scheduler warp, a producer warp, consumer warpgroups of 64 rows. One more
 warpgroup transposes values on their way (`transpose`).
@@ -10,15 +10,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ....gpu.grouped import without
 from ..forward.forward import result_coord
-from ..forward.mainloop import ForwardOutputs, warpgroup_tile
+from ..forward.mainloop import ForwardOutputs, load_tile, warpgroup_tile
 from ..forward.producer import q_stage
 from ..shared import softmax as shared_softmax
-from ..shared.block_lists import BlockLists
+from ..shared.block_lists import BlockLists, first_entry, load_entry
 from ..shared.compat import Pointer, Scalar, kernel, reinterpret_smem
 from ..shared.epilogue import tma_store_columns
 from ..shared.masking import MaskBounds
 from ..shared.mma import MMA_M, scale_rows
-from ..shared.pages import PageTable
 from ..shared.pipeline import (
     FIRST_BARRIER,
     LAST_BARRIER,
@@ -44,21 +43,23 @@ from .mainloop import (
     value_descale,
 )
 from .partitions import run_partitions
-from .producer import EightBitPipelines, producer_warp
+from .producer import EightBitPipelines, pages_warp, producer_warp
 from .transpose import panel_layout, transpose_warps
 
 QUARTERS = gl.constexpr(0x2828)  # two numbers 0.25 in float8_e4m3fn
-EightBitScheduler = without(TileScheduler, "num_splits", lists=without(BlockLists, *BlockLists._fields))
-EightBitSeqlens = without(SeqlenInfo, page_table=without(PageTable, *PageTable._fields))
+EightBitScheduler = without(TileScheduler, lists=without(BlockLists, "ranks"))
 
 
 @kernel
 def eight_bit_forward_kernel(
     q_desc: Pointer, k_desc: Pointer, v_desc: Pointer, out_desc: Pointer, lse: Pointer, stride_lse: Scalar,
-    scheduler: EightBitScheduler, seqlens: EightBitSeqlens, bounds: MaskBounds, params: ScoreParams,
+    scheduler: EightBitScheduler, seqlens: SeqlenInfo, bounds: MaskBounds, params: ScoreParams,
     descales: Descales, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Boxes: q and out `[1, 1, MMA_M, columns]`, k and v `[1, 1, BLOCK_N, columns]`; one more leading 1 if packed."""
+    """Boxes: q and out `[1, 1, MMA_M, columns]`, k and v `[1, 1, BLOCK_N, columns]`; one more leading 1 if packed. With
+    pages, boxes of k and v are `[1, 1, 1, CONFIG.page_rows, columns]` (`pages`). With `num_splits`, results are
+    those of each split, as in `forward.forward`.
+    """
     PACKED: gl.constexpr = seqlens.cu_seqlens_q is not None
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     HEAD_DIM_V: gl.constexpr = CONFIG.head_dim_v
@@ -72,36 +73,50 @@ def eight_bit_forward_kernel(
     OF_V: gl.constexpr = FIRST_BARRIER + STAGES
     OF_TRANSPOSED: gl.constexpr = OF_V + V_STAGES
     gl.static_assert(OF_TRANSPOSED + TRANSPOSED_STAGES - 1 <= LAST_BARRIER)
-    dtype: gl.constexpr = q_desc.dtype
     q = make_buffers(q_desc, Q_BUFFERS, HEAD_DIM)
-    k = make_pipeline(k_desc, STAGES, NamedBarriers(FIRST_BARRIER, CONSUMERS + 32), HEAD_DIM)
-    v = make_pipeline(v_desc, V_STAGES, NamedBarriers(OF_V, TRANSPOSING + 32), HEAD_DIM_V)
+    PARTS: gl.constexpr = CONFIG.page_parts
+    k = make_pipeline(k_desc, STAGES, NamedBarriers(FIRST_BARRIER, CONSUMERS + 32), HEAD_DIM, PARTS)
+    v = make_pipeline(v_desc, V_STAGES, NamedBarriers(OF_V, TRANSPOSING + 32), HEAD_DIM_V, PARTS)
     layout: gl.constexpr = gl.NVMMASharedLayout(min(BLOCK_N, 128), 8, 2)
-    data = gl.allocate_shared_memory(dtype, [TRANSPOSED_STAGES, HEAD_DIM_V.width, BLOCK_N], layout)
+    data = gl.allocate_shared_memory(v_desc.dtype, [TRANSPOSED_STAGES, HEAD_DIM_V.width, BLOCK_N], layout)
     empty = NamedBarriers(OF_TRANSPOSED, CONSUMERS + TRANSPOSING)
     transposed = Pipeline((data,), make_mbarriers(TRANSPOSED_STAGES, 1), empty)
     pipelines = EightBitPipelines(q, make_mbarriers(Q_BUFFERS, 1), k, v, transposed)
-    quarters = gl.allocate_shared_memory(dtype, [SUM_COLUMNS, BLOCK_N], layout)
+    quarters = gl.allocate_shared_memory(q_desc.dtype, [SUM_COLUMNS, BLOCK_N], layout)
     fill_quarters(quarters)
     queue = make_tile_queue(CONFIG.num_warpgroups + 2)
     smem = allocate_boxes(out_desc, CONFIG.num_warpgroups, CONFIG.epilogue_columns)
     fence_async_shared()
 
-    outputs = ForwardOutputs(out_desc, smem, lse, None, stride_lse, None)
+    pages = seqlens.page_table
+    split_heads = None if scheduler.num_splits is None else scheduler.num_heads
+    outputs = ForwardOutputs(out_desc, smem, lse, None, stride_lse, split_heads)
     context = EightBitContext(
         pipelines, quarters, outputs, queue, bounds, scheduler.diagonal, params, descales, scheduler.lists,
-        seqlens.page_table,
+        pages,
     )  # fmt: skip
-    run_partitions(
-        CONFIG,
-        consumer_warpgroup,
-        (context, CONFIG, PACKED),
-        (transpose_warps, (pipelines, queue, CONFIG)),
-        [
-            (producer_warp, (q_desc, k_desc, v_desc, pipelines, queue, CONFIG, PACKED)),
-            (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
-        ],
-    )
+    if CONFIG.page_rows > 0:
+        run_partitions(
+            CONFIG,
+            consumer_warpgroup,
+            (context, CONFIG, PACKED),
+            (transpose_warps, (pipelines, queue, CONFIG)),
+            [
+                (pages_warp, (q_desc, k_desc, v_desc, pipelines, queue, pages, CONFIG, PACKED)),
+                (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
+            ],
+        )
+    else:
+        run_partitions(
+            CONFIG,
+            consumer_warpgroup,
+            (context, CONFIG, PACKED),
+            (transpose_warps, (pipelines, queue, CONFIG)),
+            [
+                (producer_warp, (q_desc, k_desc, v_desc, pipelines, queue, scheduler.lists, CONFIG, PACKED)),
+                (scheduler_warp, (queue, scheduler, seqlens, bounds, CONFIG, PACKED)),
+            ],
+        )
 
 
 @gluon.jit
@@ -119,7 +134,7 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     Q_STAGES: gl.constexpr = CONFIG.q_stages
     Q_BUFFERS: gl.constexpr = Q_STAGES * CONFIG.num_warpgroups
-    pipelines, queue, params = context.pipelines, context.queue, context.params
+    pipelines, queue, params, lists = context.pipelines, context.queue, context.params, context.lists
     q = pipelines.q
     count = 0  # steps of the main loop
     tile_count = 0
@@ -130,11 +145,18 @@ def consumer_warpgroup(warpgroup: gl.constexpr, context, CONFIG: gl.constexpr, P
         mbarrier.wait(q.full.index(stage), wraps_of(tile_count, Q_STAGES) & 1)
         q_i = stage_chunks(q, stage, Q_BUFFERS, HEAD_DIM)
         units = tile_units(params, context.descales, tile)
-        state = initial_state(tile, params, CONFIG)
+        state = initial_state(tile, params, context.outputs, CONFIG)
+        loaded = load_tile(params, wg_tile, CONFIG)
         n = tile.hi - 1
+        entry = first_entry(lists, tile)
         while n >= tile.lo:
-            state = mainloop_step(state, context, q_i, units, count, tile_count, wg_tile, n, warpgroup, CONFIG)
+            next_entry = load_entry(lists, tile.token_k, n - 1)
+            state = mainloop_step(
+                state, context, q_i, loaded, units, count, tile_count, wg_tile, n, entry, warpgroup, CONFIG
+            )  # fmt: skip
             n -= 1
+            if lists.data is not None:
+                entry = next_entry
             count += 1
         if Q_STAGES > 1:
             mbarrier.arrive(pipelines.q_empty.index(stage), count=1)

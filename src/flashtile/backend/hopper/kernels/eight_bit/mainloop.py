@@ -11,8 +11,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from ..forward.mainloop import ForwardOutputs, TileUnits, masked_scores, pair_block, release_q_early, zero_scores
-from ..shared.block_lists import BlockLists
+from ..forward.mainloop import (
+    ForwardOutputs,
+    TileUnits,
+    block_keys,
+    masked_scores,
+    pair_block,
+    release_q_early,
+    zero_scores,
+)
+from ..shared.block_lists import BlockLists, block_at, load_bits, partial_of
 from ..shared.column_masks import thread_view
 from ..shared.compat import Pointer, Scalar
 from ..shared.masking import MaskBounds
@@ -57,8 +65,8 @@ class EightBitContext(NamedTuple):
     diagonal: gl.tensor
     params: ScoreParams
     descales: Descales
-    lists: BlockLists  # none
-    pages: PageTable  # none
+    lists: BlockLists
+    pages: PageTable
 
 
 class EightBitState(NamedTuple):
@@ -81,8 +89,8 @@ def descale(data, stride_b, stride_h, b, head):
 
 @gluon.jit
 def tile_units(params, descales, tile):
-    """Units of a tile's scores. The softmax takes the scales if their product is positive and far from overflow, and no
-    term is added to scores.
+    """Units of a tile's scores. The softmax takes the scales if their product is positive and far from overflow, also
+    times the factor of scores, and no term is added to scores.
     """
     b = gl.minimum(tile.b, params.batch - 1)
     factor = descale(descales.q_descale, descales.q_descale_b, descales.q_descale_h, b, tile.head_k)
@@ -90,7 +98,7 @@ def tile_units(params, descales, tile):
     if descales.q_descale is None and descales.k_descale is None:
         return TileUnits(params.factor, params.factor, False)
     elif params.multiplier is None:
-        in_scores = ~((factor > SMALLEST_FACTOR) & (factor < LARGEST_FACTOR))
+        in_scores = ~((factor > SMALLEST_FACTOR) & (factor < LARGEST_FACTOR)) | (params.factor * factor == 0)
         return TileUnits(params.factor * gl.where(in_scores, 1.0, factor), factor, in_scores)
     else:
         return TileUnits(params.factor, factor, True)
@@ -103,14 +111,17 @@ def value_descale(params, descales, tile):
 
 
 @gluon.jit
-def initial_state(tile, params, CONFIG: gl.constexpr):
+def initial_state(tile, params, outputs, CONFIG: gl.constexpr):
     """State before the first block of a tile."""
+    with_sink = tile.b < params.batch
+    if outputs.num_heads is not None:  # the first split alone
+        with_sink = tile.lse_head < params.batch * outputs.num_heads
     CHUNKS: gl.constexpr = CONFIG.value_chunks
     acc = ()
     for _ in gl.static_range(CHUNKS):
         acc = acc + (zero_product(CONFIG.value_columns),)
     row_base, l = softmax.initial_state(  # noqa: E741
-        zero_scores(CONFIG.block_n), params.sinks, tile.head, tile.b < params.batch
+        zero_scores(CONFIG.block_n), params.sinks, tile.head, with_sink
     )
     return EightBitState(acc, l, row_base, l)
 
@@ -135,8 +146,8 @@ def value_product(context, p, count, c: gl.constexpr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def scores_of_block(context, s, units, wg_tile, n, CONFIG: gl.constexpr):
-    """Final scores `[MMA_M, BLOCK_N]` of a complete product of q and block n."""
+def scores_of_block(context, s, wg_tile, block, entry, bits, loaded, units, CONFIG: gl.constexpr):
+    """Final scores `[MMA_M, BLOCK_N]` of a complete product of q and a block of keys."""
     params, descales = context.params, context.descales
     s = gl.convert_layout(s, zero_scores(CONFIG.block_n).type.layout, assert_trivial=True)
     if descales.q_descale is not None or descales.k_descale is not None:
@@ -144,8 +155,7 @@ def scores_of_block(context, s, units, wg_tile, n, CONFIG: gl.constexpr):
             s = s * units.factor
         elif units.in_scores:
             s = s * units.factor
-    loaded = Loaded((), (), (), (), pair_block(params, wg_tile, n, (), CONFIG))
-    return masked_scores(s, wg_tile, n, 0, (), context, loaded, units, CONFIG)
+    return masked_scores(s, wg_tile, block, entry, bits, context, loaded, units, CONFIG)
 
 
 @gluon.jit
@@ -168,15 +178,24 @@ def release_keys(context, count, tile_count, is_last, warpgroup: gl.constexpr, C
 
 @gluon.jit
 def mainloop_step(
-    state, context, q_i, units, count, tile_count, wg_tile, n, warpgroup: gl.constexpr, CONFIG: gl.constexpr
+    state, context, q_i, loaded, units, count, tile_count, wg_tile, n, entry,
+    warpgroup: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Step number `count`: scores, p and sums of block n."""
+    """Step number `count`: scores, p and sums of the tile's block at position n, with an entry where tiles have lists.
+    `loaded` is what a mask's function takes of the tile.
+    """
     v_transposed = context.pipelines.v_transposed
+    tile, lists = wg_tile.tile, context.lists
+    block = block_at(lists, n, entry)
     s = issue_scores(context, q_i, count, warpgroup, CONFIG)
+    of_keys, partial = block_keys(context, tile, block, CONFIG), partial_of(lists, entry)
+    bits = load_bits(lists, entry, tile.token_k, n, warpgroup * MMA_M, zero_scores(CONFIG.block_n), CONFIG.block_m)
     s = warpgroup_mma_wait(0, deps=(s,))
     release_keys(context, count, tile_count, n == wg_tile.tile.lo, warpgroup, CONFIG)
-    t = scores_of_block(context, s, units, wg_tile, n, CONFIG)
-    row_base, alpha, p = softmax.update(state.row_base, t, units.scale_log2, CONFIG.speculative_exps)
+    pairs = pair_block(context.params, wg_tile, block, (), CONFIG)
+    loaded = Loaded(loaded.head, loaded.rows, of_keys, partial, pairs)
+    t = scores_of_block(context, s, wg_tile, block, entry, bits, loaded, units, CONFIG)
+    row_base, alpha, p = softmax.update(state.row_base, state.l, t, units.scale_log2, CONFIG.speculative_exps)
     total = in_place(state.total * alpha + thread_row_sum(p))
     consumer_wait(v_transposed, count, CONFIG.transposed_stages)
     acc, l = add_products(state, alpha, rounded(p), context, count, CONFIG)  # noqa: E741
