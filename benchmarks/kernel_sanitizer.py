@@ -160,6 +160,31 @@ def latent_rows() -> None:
         )
 
 
+def latent_bytes() -> None:
+    """Hopper's tiles of 16 rows over latent rows of 8 bits, with and without splits, and over 656 bytes."""
+    over_latent_bytes(16, torch.float8_e4m3fn, 1)
+    over_latent_bytes(16, torch.float8_e4m3fn, 3)
+    over_latent_bytes(16, torch.uint8, 1)
+
+
+def latent_bytes_in_pairs() -> None:
+    """Its tiles of 32 and 64 rows, with scales of keys and of sequences."""
+    over_latent_bytes(20, torch.int8, 2, by_key=True)
+    over_latent_bytes(70, torch.float8_e4m3fn, 1)
+
+
+def over_latent_bytes(heads: int, dtype: torch.dtype, splits: int, *, by_key: bool = False) -> None:
+    table = torch.randperm(12, device="cuda").view(2, 6).int()
+    lengths = torch.tensor([350, 133], device="cuda", dtype=torch.int32)
+    rows = torch.randn(12, 64, 1, 576, device="cuda", dtype=torch.bfloat16)
+    cache = flashtile.pack_latent_rows(rows).rows if dtype is torch.uint8 else rows.to(dtype)
+    descale = None if dtype is torch.uint8 else torch.ones(rows.shape[:3] if by_key else (1,), device="cuda")
+    flashtile.attention_with_kvcache(
+        torch.randn(2, heads, 1, 576, device="cuda", dtype=torch.bfloat16), cache, None, v_dim=512, k_descale=descale,
+        cache_seqlens=lengths, page_table=table, num_splits=splits, backend="hopper",
+    )  # fmt: skip
+
+
 def few_rows() -> None:
     """One kernel for all gradients: single tiles, and blocks that keep all rows or all keys."""
     shapes = ((7, 700, 16), (300, 7, 16), (49, 49, 32), (100, 333, 32), (200, 200, 32), (32, 257, 64), (16, 16, 72))
@@ -261,7 +286,8 @@ GROUPS: dict[str, Callable[[], None]] = {
     x.__name__: x
     for x in (
         widths, groups, features, pages, eight_bits, queries_of_eight_bits, products_of_eight_bits, batch_invariant,
-        latent_rows, few_rows, products, wide, forward_mode, forward_mode_of_hopper, second_derivatives,
+        latent_rows, latent_bytes, latent_bytes_in_pairs, few_rows, products, wide, forward_mode,
+        forward_mode_of_hopper, second_derivatives,
     )
 }  # fmt: skip
 

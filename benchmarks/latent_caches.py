@@ -2,10 +2,10 @@
 
 Rows have 576 features, the first 512 of them values; pages of 64 rows, in bfloat16, in 8 bits and in 656 bytes.
 With 128 heads arithmetic binds, and with 16 memory: a read is a sum by PyTorch over the bytes of the cache. "triton"
-and "hopper" are the bfloat16 call by one backend. Each call is captured in a CUDA graph; calls of one shape take turns.
-A ratio is the call's time divided by its time over a cache in bfloat16, a median over rounds. "own values" is the call
-with a copy of the values, which has no kernel for rows. FlashInfer takes part if it is installed. All shapes take at
-most two minutes on an H100.
+and "hopper" are the bfloat16 call by one backend, "in triton" and "in hopper" those of 8 bits. Each call is captured in
+a CUDA graph; calls of one shape take turns. A ratio is the call's time divided by its time over a cache in bfloat16, a
+median over rounds. "own values" is the call with a copy of the values, which has no kernel for rows. FlashInfer takes
+part if it is installed. All shapes take at most three minutes on an H100.
 """
 
 import importlib
@@ -52,8 +52,10 @@ SHAPES = (
     Shape(128, 128, 2, 4096),
     Shape(128, 128, 1, 8192),
     Shape(128, 128, 2, 8192),
+    Shape(128, 32, 1, 4096),
     Shape(128, 16, 1, 4096),
     Shape(128, 16, 1, 8192),
+    Shape(64, 16, 1, 8192),
     Shape(32, 16, 1, 8192),
     Shape(8, 16, 1, 4096, own_values=True),
     Shape(1, 16, 1, 131072),
@@ -85,15 +87,14 @@ class Cache(NamedTuple):
             **more,
         )  # fmt: skip
 
-    def small(self, dtype: torch.dtype, descale: Tensor) -> Callable[[], Any]:
-        """The call over random bytes: time does not depend on them, but for NaN, which none are."""
-        rows = torch.randint(0, 100, self.rows.shape, device="cuda", dtype=torch.uint8).view(dtype)
-        return self.call(rows, k_descale=descale)
+    def small(self, dtype: torch.dtype) -> Tensor:
+        """Random bytes as rows: time does not depend on them, but for NaN, which none are."""
+        return torch.randint(0, 100, self.rows.shape, device="cuda", dtype=torch.uint8).view(dtype)
 
-    def packed(self) -> Callable[[], Any]:
-        """The call over rows of 656 bytes, whose scales are numbers."""
+    def packed(self) -> Tensor:
+        """Rows of 656 bytes, whose scales are numbers."""
         rows, _ = flashtile.pack_latent_rows(self.rows[:PACKED_AT_ONCE])
-        return self.call(rows.repeat(-(-len(self.rows) // len(rows)), 1, 1, 1)[: len(self.rows)])
+        return rows.repeat(-(-len(self.rows) // len(rows)), 1, 1, 1)[: len(self.rows)]
 
 
 def flashinfer_call(cache: Cache) -> Callable[[], Any] | None:
@@ -115,22 +116,38 @@ def flashinfer_call(cache: Cache) -> Callable[[], Any] | None:
     return lambda: wrapper.run(q_nope, q_pe, *parts)
 
 
-def measured(shape: Shape, rounds: int, backends: Sequence[str]) -> list[dict[str, Any]]:
-    clock, cache = clock_of(torch.device("cuda")), Cache.of(shape)
+Calls = dict[str, tuple[Callable[[], Any], int]]  # by name, with the bytes that each reads
+
+
+def calls_of(shape: Shape, cache: Cache, backends: Sequence[str]) -> Calls:
     rows, whole = cache.rows, cache.rows.nbytes
-    calls: dict[str, tuple[Callable[[], Any], int]] = {MATRIX: (cache.call(rows), whole)}
+    calls: Calls = {MATRIX: (cache.call(rows), whole)}
     calls |= {name: (cache.call(rows, backend=name), whole) for name in backends}
     calls[READ] = rows.view(torch.float32).sum, whole
     of_token = torch.full((*rows.shape[:2], 1), 0.01, device="cuda")
     for dtype in (E4M3, INT8):
-        name = str(dtype).removeprefix("torch.")
-        calls[f"{name} by head"] = cache.small(dtype, of_token[0, 0]), whole // 2
-        calls[f"{name} by token"] = cache.small(dtype, of_token), whole // 2 + of_token.nbytes
-    calls["656 bytes"] = cache.packed(), whole * 656 // (2 * D)
+        name, small = str(dtype).removeprefix("torch."), cache.small(dtype)
+        for backend in ("auto", *backends):
+            by_head = cache.call(small, k_descale=of_token[0, 0], backend=backend)
+            calls[f"{name} by head{of(backend)}"] = by_head, whole // 2
+        calls[f"{name} by token"] = cache.call(small, k_descale=of_token), whole // 2 + of_token.nbytes
+    packed = cache.packed()
+    for backend in ("auto", *backends):
+        calls[f"656 bytes{of(backend)}"] = cache.call(packed, backend=backend), packed.nbytes
     if shape.own_values:
         calls["own values"] = cache.call(rows, rows[..., :DV].contiguous()), whole + whole * DV // D
     if (other := flashinfer_call(cache)) is not None:
         calls["flashinfer"] = other, whole
+    return calls
+
+
+def of(backend: str) -> str:
+    return "" if backend == "auto" else f" in {backend}"
+
+
+def measured(shape: Shape, rounds: int, backends: Sequence[str]) -> list[dict[str, Any]]:
+    clock = clock_of(torch.device("cuda"))
+    calls = calls_of(shape, Cache.of(shape), backends)
     entrants = [Entrant(name, clock.replayable([run])) for name, (run, _) in calls.items()]
     interleave(clock, entrants, Timing(rounds=rounds, sample_seconds=0.004, rest_seconds=0.001), str)
     found = []

@@ -77,6 +77,7 @@ def features() -> Iterator[tuple[str, Row]]:
     latent: dict[str, Any] = {"num_heads_kv": 1, "head_dim": 576, "head_dim_v": 512, "latent": True}
     yield "head dimension 576 with `v_dim` 512", row(layout="varlen", **latent)
     yield "the same in a cache", row(**latent, **in_pages)
+    yield "the same of 8 bits", forward(eight_bit=EightBit("e4m3", False, False), **latent, **in_pages)
     yield "grouped heads", row(num_heads_kv=2)
     yield "causal", row(window=Window(None, 0))
     yield "sliding window", row(window=Window(1023, 0))

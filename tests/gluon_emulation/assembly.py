@@ -20,6 +20,8 @@ def inline_asm_elementwise(
     emulate = emulation_of(asm)
     if emulate is not None:
         return emulate(*args)
+    if getattr(getattr(args[0], "dtype", None), "itemsize", 0) == 1:
+        return Value(instructions.run_on_bytes(asm, args[0].tensor))
     num_results = len(dtype) if isinstance(dtype, tuple) else 1
     results = instructions.run(asm, constraints, [as_tensor(unwrap(x)) for x in args], num_results, pack)
     return tuple(Value(x) for x in results) if isinstance(dtype, tuple) else Value(results[0])

@@ -170,7 +170,7 @@ def async_load(desc: TensorDescriptor, coordinates: Sequence[Any], barrier: Barr
     if result.data.is_contiguous() and offset % TMA_BYTES:  # columns of a tile lie elsewhere than here
         raise EmulationError(f"load to byte {offset} of shared memory, not to a multiple of {TMA_BYTES}")
     memory, place = desc.box(coordinates)
-    result.data.fill_(torch.nan)
+    result.data.fill_(torch.nan if result.dtype.is_floating_point else 77)
 
     def load() -> None:
         result.data.zero_()

@@ -39,6 +39,15 @@ def run(asm: str, constraints: str, args: Sequence[Tensor], results: int, pack: 
     return outputs
 
 
+def run_on_bytes(asm: str, x: Tensor) -> Tensor:
+    """The float16 results of `asm` on bytes `[..., n]`, of which a register has four that follow each other."""
+    words = np.ascontiguousarray(x.numpy()).view(np.uint32)
+    state = {"$2": words.reshape(1, 1, 1, -1)}
+    execute(asm, state)
+    pairs = np.stack([state["$0"], state["$1"]], -1).reshape(*words.shape[:-1], -1)
+    return torch.from_numpy(pairs.view(np.float16))
+
+
 @functools.cache
 def operands_of(constraints: str) -> tuple[int, list[tuple[int, int]]]:
     """The number of all operands, and results with the operands that they begin as."""
@@ -190,6 +199,7 @@ INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "mov": lambda x: x,
     "neg": np.negative,
     "sub": np.subtract,
+    "sub.f16x2": lambda a, b: (a.view(np.float16) - np.ascontiguousarray(b).view(np.float16)).view(np.uint32),
     "mul": np.multiply,
     "fma": lambda a, b, c: a * b + c,
     "rcp": np.reciprocal,

@@ -13,7 +13,7 @@ from .values import UNSIGNED, Pointer, Shared, Value, as_tensor, unwrap
 
 float64, float32, float16, bfloat16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 float8e4nv = torch.float8_e4m3fn
-int1, int16, int32, int64 = torch.bool, torch.int16, torch.int32, torch.int64
+int1, int8, int16, int32, int64 = torch.bool, torch.int8, torch.int16, torch.int32, torch.int64
 uint32, uint64 = UNSIGNED
 tensor, shared_memory_descriptor, pointer_type = Value, Shared, Pointer
 static_range = range
@@ -217,5 +217,5 @@ def ceil(x: Value) -> Value:
 def allocate_shared_memory(dtype: torch.dtype, shape: Sequence[int], layout: Any = None) -> Any:
     if not hasattr(layout, "barriers"):
         data = torch.empty(list(shape), dtype=dtype)
-        return Shared(data.fill_(torch.nan if dtype.is_floating_point else -(2**30)))
+        return Shared(data.fill_(torch.nan if dtype.is_floating_point else -(2 ** (8 * dtype.itemsize - 2))))
     return layout.barriers(shape[0])

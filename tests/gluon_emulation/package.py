@@ -70,7 +70,7 @@ def triton_modules() -> dict[str, ModuleType]:
         "triton._C": module("triton._C"),
         "triton._C.libtriton": module("triton._C.libtriton", ir=None),
         "triton.experimental": module("triton.experimental"),
-        gluon: module(gluon, jit=jit, language=language),
+        gluon: module(gluon, jit=jit, constexpr_function=lambda f: f, language=language),
         f"{gluon}._runtime": module(f"{gluon}._runtime", GluonJITFunction=type("GluonJITFunction", (), {})),
         f"{gluon}.language": module(f"{gluon}.language", **of_language, _core=core),
         f"{gluon}.language._core": core,

@@ -42,8 +42,8 @@ def backends() -> tuple[BackendStatus, ...]:
 
 
 def rounds_to_eight_bits(backend: str) -> bool:
-    """Whether a backend, or one that `auto` may take, rounds P to 8 bits under queries of 8 bits: it says so by a
-    constant, and docs/contract.md has a wider bound of its results.
+    """Whether a backend, or one that `auto` may take, rounds P to 8 bits under queries of 8 bits, and to float16 over
+    latent rows of 8 bits: it says so by a constant, and docs/contract.md has wider bounds of its results.
     """
     names = AUTO if backend == "auto" else (backend,)
     return any(getattr(SUPPORT[name], "ROUNDS_TO_EIGHT_BITS", False) for name in names)

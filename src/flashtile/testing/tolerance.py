@@ -11,8 +11,8 @@ n is 32 and m is 8, and more for long sums of 16-bit inputs on a GPU (`Expected.
 on fp32 queries), that one: the first term stands for the roundings to it on the way and at the end. A gradient
 in a finer dtype (fp32 slopes of bf16 queries) has the roundings of out and dS to bf16 behind it, so q's dtype
 counts. `acc` is fp32, fp64 for fp64 inputs. With queries of 8 bits, a GPU's products are of 16 bits, which count where
-they are coarser than the result (`Expected.products`); kernels that round P to 8 bits have a bound of their own
-(`Expected.rounded`).
+they are coarser than the result (`Expected.products`); kernels that round P to 8 bits, or scale it and round it to
+float16 over latent rows of 8 bits, have a bound of their own (`Expected.rounded`).
 
 `tiny` covers absolute errors. P and dS live in `acc`, where some units flush subnormals to zero,
 and are cast to `dtype` for the matrix products, where the smallest step is its smallest subnormal. So each term
@@ -134,7 +134,7 @@ def compare(
     rounds_to_eight_bits: bool = False,
 ) -> list[Deviation]:
     """The deviation of each result, worst first. A missing or unexpected result has an infinite ratio.
-    `rounds_to_eight_bits`: kernels that round P have computed them, under queries of 8 bits.
+    `rounds_to_eight_bits`: kernels that round P have computed them, under queries or over latent rows of 8 bits.
     """
     expected = solve(case) if expected is None else expected
     if rounds_to_eight_bits:

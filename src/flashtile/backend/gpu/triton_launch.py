@@ -89,5 +89,5 @@ def layout_of(box: tuple[int, ...], dtype: torch.dtype, swizzled: bool) -> Any:
     if not swizzled:
         return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * dtype.itemsize, rank=len(box))
     dtypes = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-    dtypes |= {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5}
+    dtypes |= {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5, torch.int8: gl.int8}
     return gl.NVMMASharedLayout.get_default_for(list(box), dtypes[dtype])

@@ -23,7 +23,7 @@ SUMMARY = "Gluon kernels for Hopper GPUs, the fastest there"
 ARCHITECTURE = "sm_90"
 HEAD_DIM_STEP = 8  # elements of 16 bytes, which TMA needs rows to be a multiple of
 EIGHT_BIT_STEP = 16  # the same of 8 bits
-ROUNDS_TO_EIGHT_BITS = True  # the probabilities of queries of 8 bits
+ROUNDS_TO_EIGHT_BITS = True  # the probabilities of queries of 8 bits; to float16, those over latent rows of 8 bits
 TMA_ALIGNMENT = 16  # bytes, of rows
 PAGE_STEP = 8  # keys: rows that shared memory swizzles together
 LATENT_PAGE_STEP = 64  # keys of a block of latent rows, which lies in one page
@@ -91,8 +91,8 @@ def declines(problem: Problem, device: Device) -> str | None:
         return declines_eight_bit(problem)
     if problem.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return "it supports bfloat16, float16, float32 and float8_e4m3fn inputs only"
-    if problem.eight_bit is not None:
-        return "it reads keys and values of q's dtype, not of 8 bits"
+    if problem.eight_bit is not None and not is_latent(problem):
+        return "it reads keys and values of q's dtype, not of 8 bits, but latent rows"
     if problem.dtype is torch.float32 and (reason := declines_float32(problem)) is not None:
         return reason
     if is_latent(problem):
@@ -179,6 +179,9 @@ def declines_latent(problem: Problem) -> str | None:
         return "of latent rows, it takes 16 bits, without batch_invariant and features that change scores"
     if problem.window.left is not None or problem.window.top_left:
         return "of latent rows, it takes all keys before a query's last one"
+    by_key = problem.eight_bit is not None and problem.eight_bit.v_by_key
+    if by_key and problem.dtype is torch.float16:
+        return "of latent rows of 8 bits with scales of keys, it takes queries in bfloat16"
     if pages.several and pages.size % LATENT_PAGE_STEP != 0:
         return f"of latent rows, it supports pages of multiples of {LATENT_PAGE_STEP} keys"
     return None

@@ -249,6 +249,10 @@ class LatentForward(Constexpr):
     kind: Literal["latent"] = "latent"
 
     @property
+    def head_dims(self) -> tuple[HeadDim, HeadDim]:
+        return self.head_dim, self.head_dim_v
+
+    @property
     def compiled(self) -> "LatentForward":
         return replace(self, splits=1)
 
@@ -257,6 +261,27 @@ class LatentForward(Constexpr):
 
     def __str__(self) -> str:
         return f"{self.block_m} x {self.block_n} of latent rows ({NUM_WARPGROUPS} warpgroups, half of the columns each)"
+
+
+@dataclass(frozen=True)
+class LatentBytesForward(LatentForward):
+    """Of rows of 8 bits: warpgroups take blocks of 64 keys in turn, or share pairs of them."""
+
+    consumer_registers: int = 232
+    stages: int = 4
+    packed: bool = False  # rows of 656 bytes
+    k_scales: str = ""  # "head" or "key", set for a launch
+    v_scales: str = ""
+    in_turn: bool = False  # whether a warpgroup's loads of a block's chunks stay behind the products before
+    in_flight: int = 0  # products of a warpgroup's chunks that are in flight while the next one is converted
+
+    @property
+    def paired(self) -> bool:
+        return self.block_n > MMA_M
+
+    def __str__(self) -> str:
+        rows, blocks = "656 bytes" if self.packed else "8 bits", "in pairs" if self.paired else "in turn"
+        return f"{self.block_m} x {self.block_n} of latent rows of {rows} ({self.num_warpgroups} warpgroups, {blocks})"
 
 
 @dataclass(frozen=True)

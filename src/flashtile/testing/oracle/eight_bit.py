@@ -102,3 +102,16 @@ def lost_by_blocks(weights: Tensor, values: Tensor) -> Tensor:
     for block in lost.split(BLOCK, -1) if lost.shape[-1] > 0 else ():  # views
         block.copy_(torch.minimum(block, (LEAST_WEIGHT * block.amax(-1, keepdim=True)).clamp(min=LEAST_BLOCK)))
     return torch.nan_to_num(lost) @ torch.nan_to_num(values.abs(), posinf=0.0)
+
+
+# What products in float16 lose over latent rows of 8 bits, where each row's numbers are scaled.
+LEAST = 2.0**-25  # half of float16's smallest number
+WEIGHTS = 2.0**15  # a row's largest weight
+QUERIES = 2.0**14  # a row's largest query is that at least
+
+
+def lost_scores(q: Tensor, k: Tensor, scale: float, visible: Tensor) -> Tensor:
+    """The largest error of a row's scores by queries `[H, Sq, D]` that become float16, `[H, Sq]`."""
+    largest = q.abs().nan_to_num(0.0, posinf=0.0).amax(-1)
+    of_keys = k.abs().nan_to_num(0.0, posinf=0.0).sum(-1)[:, None].where(visible, 0.0)  # [H, Sq, Sk]
+    return LEAST / QUERIES * abs(scale) * largest * torch.nn.functional.pad(of_keys, (0, 1)).amax(-1)

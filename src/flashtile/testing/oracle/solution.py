@@ -17,10 +17,13 @@ from .cache import Cache
 from .eight_bit import (
     BLOCK,
     DESCALES,
+    LEAST,
     SUM,
     WEIGHT,
+    WEIGHTS,
     has_eight_bits,
     lost_by_blocks,
+    lost_scores,
     scales,
     scales_of_rows,
 )
@@ -33,6 +36,7 @@ from .tangents import InputTangents, tangents
 
 # Terms for which a GPU's sum of 16-bit inputs may lose eps(acc): its matrix units truncate a sum after each 16, and the
 # softmax rounds the sum of a row by half of that, half as large on average, after each block of 64.
+LATENT = (1, 576, 512)  # key heads and widths of latent rows
 GPU_SUMS = {"out": 16, "tout": 16, "dq": 16, "dk": 16, "dv": 16, "lse": 256}
 
 
@@ -49,7 +53,7 @@ class Expected:
     the error of a sum over pairs, in units of C, and of the sum behind lse, in units of that sum, where it is more than
     the contract's 32 and 8.
 
-    `rounded` is the same result as kernels may have it that round P to 8 bits.
+    `rounded` is the same result as kernels may have it that round P to 8 bits, or scale it and round it to float16.
     """
 
     reference: Tensor  # float64
@@ -117,6 +121,9 @@ class _Solution:
         self.sums = {"out": Sums.zeros(out_shape)}
         self.slack = torch.zeros(out_shape, dtype=torch.float64), torch.zeros(out_shape[:2], dtype=torch.float64)
         self.lost = torch.zeros(out_shape, dtype=torch.float64)  # what small weights of 8 bits lose
+        widths = self.k.shape[1], self.k.shape[2], self.v.shape[2]
+        self.latent_bytes = has_eight_bits(stored) and widths == LATENT and case.dtype.itemsize == 2
+        self.lost_scores = torch.zeros(out_shape[:2], dtype=torch.float64)  # what small queries of float16 lose
         self.tangents: dict[str, Tensor] = {name: _exact(x) for name, x in case.tangents.items()}
         if columns is not None and "k" in self.tangents:
             self.tangents["v"] = self.tangents["k"][..., :columns]
@@ -152,6 +159,8 @@ class _Solution:
         out, lse = replace(results.pop("out"), slack=out_slack), replace(lse, slack=lse_slack)
         if self.eight_bits:
             out, lse = self._with_eight_bits(out, lse)
+        elif self.latent_bytes:
+            out, lse = self._with_float16(out, lse)
         if self.tangents:
             tlse, size, more = (self._unpacked(x, "lse") for x in (self.tlse, self.tlse_size, self.A + 1))
             results["tlse"] = Expected(
@@ -174,9 +183,20 @@ class _Solution:
         products = self._products() if self.on_matrix_units else None
         return replace(out, products=products, rounded=rounded_out), replace(lse, rounded=rounded_lse)
 
+    def _with_float16(self, out: Expected, lse: Expected) -> tuple[Expected, Expected]:
+        """Results over latent rows of 8 bits, and what products in float16 may lose."""
+        assert out.C is not None
+        assert out.loss is not None
+        assert out.slack is not None
+        assert lse.slack is not None
+        of_scores = self._unpacked(self.lost_scores, "lse")
+        of_weights = LEAST / WEIGHTS * out.loss if self._products() is torch.float16 else 0.0
+        rounded_out = replace(out, slack=out.slack + 2 * of_scores[..., None] * out.C + of_weights)
+        return replace(out, rounded=rounded_out), replace(lse, rounded=replace(lse, slack=lse.slack + of_scores))
+
     def _products(self) -> torch.dtype:
-        """The dtype of a GPU's products with queries of 8 bits that are not of 8 bits: P times the scales of tokens or
-        pages may be outside of float16's range.
+        """The dtype of a GPU's products of P that are not of 8 bits, with queries or latent rows that are: P times the
+        scales of tokens or pages may be outside of float16's range.
         """
         x, keys = self.given.get("v_descale"), self.k.shape[1]
         sequences = sum(1 for _ in self._sequences())
@@ -275,6 +295,8 @@ class _Solution:
         self.sums["out"].add_rows(q_rows, results.out)
         if self.eight_bits:
             self.lost[q_rows] = self._lost(batch, k_rows, results.kept.value).transpose(0, 1)
+        elif self.latent_bytes:
+            self.lost_scores[q_rows] = lost_scores(sequence.q, results.k, sequence.scale, results.visible).T
         for total, part in zip(self.slack, results.slack or (), strict=False):
             total[q_rows] = part.transpose(0, 1)
         if self.tangents:

@@ -19,7 +19,7 @@ from ...gpu.waves import splits_that_fill
 from ..backward_config import DkdvConfig, FusedBackwardConfig, SplitBackwardConfig
 from ..tile_config import Float32Forward, ForwardConfig, LatentForward, TangentsConfig
 from .listed import expects_lists, is_padded
-from .tables import EIGHT_BIT, FLOAT32, FORWARD, FUSED_BACKWARD, LATENT, SPLIT_BACKWARD, TANGENTS
+from .tables import EIGHT_BIT, FLOAT32, FORWARD, FUSED_BACKWARD, LATENT, LATENT_BYTES, SPLIT_BACKWARD, TANGENTS
 from .widths import ONE_BOX, SHARED_COLUMNS, eight_bit_width, is_latent, widths
 
 NEWEST_3WG = (3, 7)  # version of Triton; with later ones, three warpgroups spill at 80 and 96 features
@@ -58,7 +58,12 @@ def latent(problem: Problem, device: Device) -> Iterator[tuple[LatentForward, in
     """The kernel of latent rows, with all splits of a few tiles."""
     assert problem.pages is not None  # `support` declines others
     batch, rows, keys = problem.counts
-    config = replace(LATENT, page_size=problem.pages.size if problem.pages.several else None)
+    config, eight_bit = LATENT, problem.eight_bit
+    if eight_bit is not None:
+        of_bytes = next((x for x in LATENT_BYTES if rows * problem.num_heads_q <= x.block_m), LATENT_BYTES[-1])
+        packed = eight_bit.format == "packed"
+        config = replace(of_bytes, packed=packed, in_turn=packed or of_bytes.in_turn)
+    config = replace(config, page_size=problem.pages.size if problem.pages.several else None)
     yield config, 1
     tiles = batch * -(-rows * problem.num_heads_q // config.block_m)
     if tiles < device.cores:

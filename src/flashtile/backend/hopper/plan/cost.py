@@ -66,8 +66,9 @@ def latent(problem: Problem, device: Device, config: LatentForward, splits: int)
         counts["merge latent"] += 1
         counts["merge latent row"] += batch * p.num_heads_q * rows
     work = busiest(head, batch, device.cores)
-    add(counts, "latent", config, work, p)
-    requests = work.steps * config.block_n * row_requests(p.head_dim * p.dtype.itemsize)
+    kind = "" if p.eight_bit is None else {"int8": " int8", "packed": " packed"}.get(p.eight_bit.format, " bytes")
+    add(counts, f"latent{kind}", config, work, p)
+    requests = work.steps * config.block_n * row_requests(p.head_dim * (1 if kind else p.dtype.itemsize))
     return Cost(counts, {**memory(rows_bytes(p), p), "hopper request": requests})
 
 

@@ -8,6 +8,7 @@ from ..tile_config import (
     Float32Forward,
     ForwardConfig,
     HeadDim,
+    LatentBytesForward,
     LatentForward,
     TangentsConfig,
     TileConfig,
@@ -46,6 +47,11 @@ FORWARD = {
     ),
 }
 LATENT = LatentForward(HeadDim((*D512.chunks, 64), 64), HeadDim(D512.chunks, 64))  # values are the first columns of k
+LATENT_BYTES = (
+    LatentBytesForward(*LATENT.head_dims, block_m=16, block_n=64, in_flight=1),
+    LatentBytesForward(*LATENT.head_dims, block_m=32),
+    LatentBytesForward(*LATENT.head_dims, stages=3, consumer_registers=240, in_turn=True),
+)
 # By width; the first serves all features, the others plain calls.
 FUSED_BACKWARD = {
     32: (FusedBackwardConfig(D32, 128, 2, early_half_exps=True),),
