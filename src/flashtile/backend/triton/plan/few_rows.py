@@ -67,17 +67,16 @@ def ways(tiles: TileConfig, width: int, problem: Problem, device: Device) -> Ite
     """Of decoding and sequences of one small tile. A given `num_splits` has one tile, whatever the lengths."""
     p = problem
     base = within_memory(tile_of(tiles.forward, width, p, device), p, device)
-    found, wide, plain = [base], 64 < width_of(p) <= 128, p.layout == "dense"
+    found, plain, wide = [base], p.layout == "dense", 48 < width_of(p) <= 128
     whole = plain or (p.pages is not None and not p.pages.several)  # a dense cache has one page for each sequence
-    few = base.block_m == TRANSPOSED_ROWS and whole and has_most(p.dtype, device)
     if p.eight_bit is not None:
-        twice = base.block_n == 64 and p.seqlen_k >= LONG_OF_EIGHT_BITS
+        twice = width_of(p) > 64 and base.block_n == 64 and p.seqlen_k >= LONG_OF_EIGHT_BITS
     else:
-        twice = few and base.num_warps == 4
+        four = base.num_warps == 4 or width_of(p) <= 64  # warps, of 128 keys; few calls are faster by 64 keys and two
+        twice = base.block_m == TRANSPOSED_ROWS and four and whole and has_most(p.dtype, device)
     if twice and wide:
-        found = [within_memory(base._replace(block_n=128), p, device)]
-    elif few and p.eight_bit is None and width_of(p) <= 64:  # fewer parts for the same keys
-        found.append(within_memory(base._replace(block_n=128, num_warps=4), p, device))
+        num_warps = base.num_warps if p.eight_bit is not None else 4
+        found = [within_memory(base._replace(block_n=128, num_warps=num_warps), p, device)]
     if loads_ahead(p, device):
         uneven = p.pages is not None and p.pages.several  # one warp lacks registers for the addresses of pages
         if base.block_m == ONE_WARP.block_m and width_of(p) <= 96 and not uneven:
