@@ -15,7 +15,7 @@ COMBINE_ROWS = 16  # rows of a program that adds up the results of splits
 REGISTERS = 2**16  # registers of a core
 # Launch option of kernels that begin while the one before them still runs (`kernels.shared.dependent`).
 OVERLAPPING: dict[str, Any] = {"launch_pdl": True}
-PAGE_COLUMNS = 64  # most columns of a box in pages: those of a panel of shared memory
+PAGE_COLUMNS = 64  # most columns of 16 bits in a box of a page: a panel of shared memory
 
 
 class Constexpr:
@@ -117,6 +117,7 @@ class ForwardConfig(Constexpr):
     page_rows: int = 0  # keys of a part of a block, which lies in one page; 0 where keys are not in pages
     page_size: int | None = None  # where sequences have several pages
     kind: Literal["half"] = "half"
+    page_columns = PAGE_COLUMNS
 
     @property
     def block_m(self) -> int:
@@ -145,7 +146,8 @@ class ForwardConfig(Constexpr):
 
     def box_of_keys(self, head_dim: HeadDim) -> tuple[int, int]:
         """Rows and columns of a box of k or v."""
-        return (self.page_rows, min(head_dim.box, PAGE_COLUMNS)) if self.page_rows else (self.block_n, head_dim.box)
+        rows, columns = (self.page_rows, self.page_columns) if self.page_rows else (self.block_n, head_dim.box)
+        return rows, min(head_dim.box, columns)
 
     @property
     def page_parts(self) -> int:
@@ -197,6 +199,7 @@ class EightBitForward(ForwardConfig):
     transposed_stages: int = 2
     kind: Literal["eight_bit"] = "eight_bit"  # type: ignore[assignment]
     skips_steps = False  # type: ignore[assignment]
+    page_columns = 2 * PAGE_COLUMNS
 
     @property
     def value_chunks(self) -> int:

@@ -174,7 +174,6 @@ def launch(
     """
     if pointers.get("mask_bits") is not None:
         call = call._replace(tensors=call.tensors._replace(mask=None))
-    tensors = call.tensors.score_mod_tensors
     pairs = {**pair_scalars(call.tensors, row_align(call.tensors))}
     if (align := pairs.pop("pair_align")) > 1:
         scalars = {**scalars, "CONFIG": replace(scalars["CONFIG"], pair_align=align)}
@@ -182,10 +181,19 @@ def launch(
         scalars = {**scalars, "CONFIG": replace(scalars["CONFIG"], natural=True)}
     pointers = {**pointers, **pair_pointers(call.tensors), **dropout_pointers(call)}
     scalars = {**scalars, **pairs, **dropout_scalars(call)}
+    launch_with_formulas(recorder, call, kernel, pointers, programs, scalars, partial)
+
+
+def launch_with_formulas(
+    recorder: Recorder, call: Call, kernel: Any, pointers: Pointers, programs: int, scalars: dict[str, Any],
+    partial: bool = False,
+) -> None:  # fmt: skip
+    """Launch a kernel with the device functions of a call's score_mod and mask, if it does not take the mask's bits."""
     formula, mask = formulas_of(call)
     if formula is None or pointers.get("mask_bits") is not None:
         recorder.launch(kernel, pointers, programs, scalars | NO_INPUTS)
         return
+    tensors = call.tensors.score_mod_tensors
     wide = any(needs_wide_offsets(x) for x in tensors)
     contiguous = tuple(x.dim() > 0 and (x.stride(-1) == 1 or x.shape[-1] <= 1) for x in tensors)
     functions = score_mod_functions(formula, mask, partial=partial, wide=wide, contiguous=contiguous)

@@ -118,19 +118,31 @@ def launch_tiles(
     left_out: int = 0,
 ) -> None:
     """Launch the kernel for all tiles but the last ones, which are left out, and the merge of splits."""
+    rows = results if config.splits == 1 else new_results(recorder, call.tensors.q, config, results)
+    pointers = tile_pointers(recorder, call, config, rows, config.head_dim_v.box) | {"residual": rows.residual}
+    programs, scalars = launch_scalars(call, config, left_out)
+    scalars |= {**page_scalars(call.tensors), **more_scalars}
+    kernel = FORWARD if config.column_warpgroups == 1 else WIDE_FORWARD
+    launch(recorder, call, kernel, {**pointers, **more_pointers}, programs, scalars)
+    if config.splits > 1:
+        combine_splits(recorder, config, rows, results)
+
+
+def tile_pointers(
+    recorder: Recorder, call: Call, config: ForwardConfig, rows: ForwardResults, columns: int
+) -> dict[str, Any]:
+    """The pointers of a call that all forward kernels take; results are stored by at most so many columns."""
     t = call.tensors
     q, k, v = (recorder.op(rows_last, x) for x in t[:3])
     packed, paged = t.cu_seqlens_q is not None, t.page_table is not None
     make_descriptor = ragged_descriptor if packed else dense_descriptor
     describe_keys = pages_descriptor if paged else make_descriptor
-    out, lse, residual = rows = results if config.splits == 1 else new_results(recorder, q, config, results)
-    pointers = {
+    return {
         "q_desc": Described(q, make_descriptor, (MMA_M, config.head_dim.box)),
         "k_desc": Described(k, describe_keys, config.box_of_keys(config.head_dim)),
         "v_desc": Described(v, describe_keys, config.box_of_keys(config.head_dim_v)),
-        "out_desc": Described(out, make_descriptor, (MMA_M, min(config.head_dim_v.box, config.epilogue_columns))),
-        "lse": lse,
-        "residual": residual,
+        "out_desc": Described(rows.out, make_descriptor, (MMA_M, min(columns, config.epilogue_columns))),
+        "lse": rows.lse,
         "tile_count_semaphore": recorder.op(partial(tile_count_semaphore, q.device, packed)),
         **{symbol: recorder.contiguous(x) for symbol, x in head_terms(t).items()},
         "sinks": recorder.contiguous(t.sinks),
@@ -139,12 +151,6 @@ def launch_tiles(
         "seqused_k": recorder.contiguous(paged_seqlens(recorder, t) if paged else t.seqused_k),
         "page_table": None if t.page_table is None else recorder.op(rows_last, t.page_table),
     }
-    programs, scalars = launch_scalars(call, config, left_out)
-    scalars |= {**page_scalars(t), **more_scalars}
-    kernel = FORWARD if config.column_warpgroups == 1 else WIDE_FORWARD
-    launch(recorder, call, kernel, {**pointers, **more_pointers}, programs, scalars)
-    if config.splits > 1:
-        combine_splits(recorder, config, rows, results)
 
 
 def last_tiles(call: Call, config: ForwardConfig) -> int:
@@ -228,7 +234,7 @@ def combine_splits(
     recorder.launch(COMBINE, pointers, num_tiles * batch * heads, scalars)
 
 
-def launch_scalars(call: Call, config: ForwardConfig, left_out: int) -> tuple[int, dict[str, Any]]:
+def launch_scalars(call: Call, config: ForwardConfig, left_out: int = 0) -> tuple[int, dict[str, Any]]:
     """Number of programs, and the kernel's scalar arguments."""
     t = call.tensors
     scheduling = scheduler_args(call, config)
