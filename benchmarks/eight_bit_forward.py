@@ -119,7 +119,7 @@ def quantized(x: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 
 
 def over_heads(scale: Tensor, x: Tensor) -> Tensor:
-    """Scales `[B, Hkv]` as those of all heads, `[B, H, 1, 1]`."""
+    """Scales `[B, Hkv]`, repeated for all query heads: `[B, H, 1, 1]`."""
     return scale.repeat_interleave(x.shape[1] // scale.shape[1], 1)[:, :, None, None]
 
 
@@ -138,8 +138,8 @@ def flash_attention_3(numbers: list[Tensor], scales: list[Tensor], causal: bool)
 
 
 def report_errors(width: int, names: list[str]) -> None:
-    """Print errors against exact attention of the numbers of 8 bits, and those of 8 and 16 bits against that of the
-    numbers before.
+    """Print errors of 8 bits against exact attention of their numbers, and errors of 8 and of 16 bits against exact
+    attention of the numbers before.
     """
     for name in names:
         shape, kind = CASES[name]

@@ -2,7 +2,7 @@
 
 A loop of independent multiplications and additions issues one a cycle and scheduler, as long as instructions arrive.
 Each core has one warp a scheduler, two warps that run one copy of the loop, or two with a copy each, as partitions of a
-specialized kernel have. Cycles are those of a scheduler: of its warps' instructions together. KiB are those of a copy.
+specialized kernel have. A scheduler's cycles count for the instructions of all its warps. KiB are a copy's.
 """
 
 from pathlib import Path

@@ -2,10 +2,10 @@
 
 Rows have 576 features, the first 512 of them values; pages of 64 rows, in bfloat16, in 8 bits and in 656 bytes.
 With 128 heads arithmetic binds, and with 16 memory: a read is a sum by PyTorch over the bytes of the cache. "triton"
-and "hopper" are the bfloat16 call by one backend, "in triton" and "in hopper" those of 8 bits. Each call is captured in
-a CUDA graph; calls of one shape take turns. A ratio is the call's time divided by its time over a cache in bfloat16, a
-median over rounds. "own values" is the call with a copy of the values, which has no kernel for rows. FlashInfer takes
-part if it is installed. All shapes take at most three minutes on an H100.
+and "hopper" are the bfloat16 call by one backend, "in triton" and "in hopper" the calls of 8 bits. Each call is
+captured in a CUDA graph; calls of one shape take turns. A ratio is the call's time divided by its time over a cache in
+bfloat16, a median over rounds. "own values" is the call with a copy of the values, which has no kernel for rows.
+FlashInfer takes part if it is installed. All shapes take at most three minutes on an H100.
 """
 
 import importlib
