@@ -8,6 +8,7 @@ import torch
 from ..expression import Formula, Untraced, mask_mod_formula, score_mod_formula
 from . import check, eight_bit
 from .call import Call, Features, Needs
+from .device import Device
 from .eight_bit import EightBit
 from .memory import address
 from .window import Window
@@ -199,7 +200,7 @@ def too_long(problem: Problem) -> str | None:
     return None
 
 
-def declines_second(problem: Problem, moves: Needs, needs: Needs) -> str | None:
+def declines_second(problem: Problem, device: Device, moves: Needs, needs: Needs) -> str | None:
     """Why kernels of second derivatives along inputs that move decline a problem."""
     for named, what in ((moves, "directions"), (needs, "gradients")):
         if any((named.bias, named.alibi_slopes, *named.score_mod_tensors)):

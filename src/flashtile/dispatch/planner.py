@@ -209,7 +209,7 @@ def declines_on_device(
             return f"it has no kernel of {derivative(needs)}"
         reason = optional(support, "declines_tangents", problem, device, moves)
         if reason is None and needs is not None:
-            reason = optional(support, "declines_second", problem, moves, needs)
+            reason = optional(support, "declines_second", problem, device, moves, needs)
     return reason  # type: ignore[no-any-return]
 
 

@@ -93,13 +93,13 @@ def test_decoding_with_given_splits_has_one_tile_whatever_is_in_the_batch(width:
     assert len(found) == 1
 
 
-def warps_of(tile: KernelConfig, *, chained: bool) -> tuple[int, int]:
-    """How Triton divides warps among 16 rows and 8 keys of scores: products that follow each other divide the longer
-    side; of others, each doubling halves the side with more parts.
+def warps_of(tile: KernelConfig, *, chained: int = 0) -> tuple[int, int]:
+    """How Triton divides warps among 16 rows and 8 keys of scores: products that follow each other, the second one with
+    `chained` columns, divide the longer side; of others, each doubling halves the side with more parts.
     """
     parts, warps = [tile.block_m // 16, tile.block_n // 8], [1, 1]
     if chained:
-        return (tile.num_warps, 1) if tile.block_m >= tile.block_n else (1, tile.num_warps)
+        return (tile.num_warps, 1) if tile.block_m >= max(tile.block_n, chained) else (1, tile.num_warps)
     while warps[0] * warps[1] < tile.num_warps:
         side = int(parts[0] < parts[1])
         warps[side], parts[side] = 2 * warps[side], max(parts[side] // 2, 1)
@@ -113,7 +113,20 @@ def test_batch_invariant_scores_have_one_order(arch: str) -> None:
     changes: list[dict[str, Any]] = [{}, {"features": PAIRS}, {"pages": Pages(16, True, True)}, {"alignment": 2}]
     for width, change in product((16, 64, 96, 128, 160, 256, 320, 512), changes):
         (tile,) = tiles(problem(head_dim=width, head_dim_v=width, batch_invariant=True, **change), device)
-        assert warps_of(tile.forward, chained=False) == warps_of(tile.forward, chained=True), (width, change)
+        assert warps_of(tile.forward) == warps_of(tile.forward, chained=width), (width, change)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "holds"),
+    [("sm_80", torch.float32, 256), ("sm_89", torch.float32, 160), ("sm_89", torch.bfloat16, 384),
+     ("sm_90", torch.float32, 384)],
+)  # fmt: skip
+def test_second_derivatives_that_a_chip_has_no_memory_for(arch: str, dtype: torch.dtype, holds: int) -> None:
+    """With a softcap, where weights of pairs are never in memory: tiles of keys as Triton 3.6 lays them out."""
+    for width in (64, 128, 160, 256, 384, 512):
+        given = problem(head_dim=width, head_dim_v=width, dtype=dtype, softcap=True)
+        reason = support.declines_second(given, Device("cuda", arch, arch, 108), QKV, QKV)
+        assert (reason is None) == (width <= holds), (width, reason)
 
 
 @pytest.mark.parametrize("width", [64, 80, 128, 256])

@@ -7,11 +7,12 @@ import os
 
 import torch
 
+from ...call import problem as shared
 from ...call.call import Call, Needs
 from ...call.device import Device
 from ...call.eight_bit import PACKED
 from ...call.plan import Candidate, Plan
-from ...call.problem import Problem, declines_second, too_long
+from ...call.problem import Problem, too_long
 from ...expression import Formula
 from ..gpu.chips import memory_of
 from ..gpu.formula import unsupported
@@ -19,10 +20,9 @@ from ..gpu.installed import triton_version
 from .constants import MAX_HEAD_DIM, MAX_LATENT_DIM
 from .words import reads_words
 
-__all__ = ["declines_second"]  # which the CPU kernels share
-
 SUMMARY = "Triton kernels: any GPU that Triton serves, every feature"
 MAX_SEQUENCES = 2**16  # packed; each program searches all of them
+LEAST_KEYS = 16  # of a tile in a second derivative
 
 
 def interpreted() -> bool:
@@ -115,6 +115,21 @@ def tangent_candidates(problem: Problem, device: Device, moves: Needs) -> list[C
         (tile, n, cost.tangents(problem, device, tile, moves, n)) for tile, n in candidates.tangents(problem, device)
     ]
     return ranked(ways, rates_of(device))
+
+
+def declines_second(problem: Problem, device: Device, moves: Needs, needs: Needs) -> str | None:
+    """The reason why this backend has no second derivative of a problem, or `None`."""
+    from .plan.candidates import blocked_second
+
+    reason = shared.declines_second(problem, device, moves, needs)
+    if reason is None and device.arch.startswith("sm_") and blocked_second(problem, device) is None:
+        # Triton lays out eight operands of the smallest tile of keys, and one more of them for exact products.
+        operands = 9 if problem.dtype is torch.float32 else 8
+        size = operands * LEAST_KEYS * max(problem.head_dim, problem.head_dim_v) * problem.dtype.itemsize
+        kibibytes, memory = -(-size // 1024), memory_of(device)
+        if kibibytes > memory:
+            return f"its second derivatives of such heads take {kibibytes} KiB of shared memory, of {memory}"
+    return reason
 
 
 def second_candidates(problem: Problem, device: Device, moves: Needs, needs: Needs) -> list[Candidate]:

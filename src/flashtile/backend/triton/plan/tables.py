@@ -129,9 +129,9 @@ BLOCKED = {
     ),
     "interpreter": BlockedSecond(*(KernelConfig(16, 16, 4, 1),) * 3, columns=16, unit=32),
 }  # fmt: skip
-# Batch-invariant forward by mma.sync (`few_rows.with_whole_rows`): as many rows as warps times keys, or 16 rows and
-# eight keys for each warp.
-WHOLE_ROWS = table((128, 128, 32, 4, 3), (256, 64, 16, 4, 2), (512, 16, 32, 4, 1))
+# Batch-invariant forward by mma.sync (`few_rows.with_whole_rows`): as many rows as features and as warps times keys,
+# or 16 rows and eight keys for each warp.
+WHOLE_ROWS = table((128, 128, 32, 4, 3), (256, 16, 32, 4, 2), (512, 16, 32, 4, 1))
 TF32_DKDV = KernelConfig(64, 32, 4, 1, precision="tf32x3")  # for one product
 BIASED = WidthConfigs(  # calls of 16-bit numbers with a bias for each pair
     32, KernelConfig(64, 64, 4, 3), KernelConfig(32, 128, 4, 3), KernelConfig(128, 32, 4, 3)
