@@ -91,8 +91,8 @@ def ways_of(problem: Problem, needs: Needs | None) -> list[TileConfig]:
 
 
 def has_rival(problem: Problem) -> bool:
-    """Whether `tiled` may be faster: in float64, by PyTorch's products of wide heads. Keys in pages, and those of a
-    cache, it first copies, which takes longer.
+    """Whether `tiled` may be faster: in float64, by PyTorch's products of wide heads; not over pages or caches,
+    which it copies first.
     """
     wide = max(problem.head_dim, problem.head_dim_v) > NO_RIVAL
     return problem.dtype is torch.float64 and wide and problem.layout != "paged"
