@@ -138,8 +138,8 @@ class BatchMLAPagedAttentionWrapper:
             refuse("o_scale", o_scale, "None: out has q's dtype", EXAMPLE)
         scale = scale_of(ckv_cache, ckv_scale, ckv_scale_arr, kpe_scale)
         rows, table, descale = rows_of_both(kpe_cache, ckv_cache), p["page_table"], None
-        if scale is not None and rows is not None and ckv_scale == kpe_scale:
-            descale = q_nope.new_full((1,), scale, dtype=torch.float32)
+        if rows is not None and ckv_scale is not None and ckv_scale == kpe_scale:
+            descale = q_nope.new_full((1,), ckv_scale, dtype=torch.float32)
         elif rows is None or scale is not None:
             ckv, kpe, table = ckv_cache[p["used"]], kpe_cache[p["used"]], p["place"]
             if scale is not None and kpe_scale is not None:
@@ -178,7 +178,7 @@ def scale_of(
 
 
 def times(x: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """Numbers of 8 bits `[..., features]` times their scale, or that of each GROUP of features, rounded to a dtype."""
+    """Numbers of 8 bits `[..., features]` times one scale, or one for each GROUP of features, rounded to a dtype."""
     if isinstance(scale, Tensor):
         scale = scale.repeat_interleave(GROUP, -1)
     return (x.float() * scale).to(dtype)
