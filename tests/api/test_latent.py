@@ -113,6 +113,20 @@ def test_compiled(paged: bool) -> None:
     assert torch.equal(compiled(**packed(), v=None, v_dim=DV), flashtile.attention_varlen(**packed(), v=None, v_dim=DV))
 
 
+def test_exported() -> None:
+    call = cached(v_dim=DV)
+    tensors = {name: x for name, x in call.items() if isinstance(x, Tensor)}
+
+    class Step(torch.nn.Module):
+        def forward(self, **tensors: Tensor) -> Tensor:
+            return flashtile.attention_with_kvcache(**tensors, v_cache=None, v_dim=DV, causal=True)
+
+    exported = torch.export.export(Step(), (), tensors).module()
+    given, eager = ({name: x.clone() for name, x in tensors.items()} for _ in range(2))
+    assert torch.equal(exported(**given), Step()(**eager))
+    assert torch.equal(given["k_cache"], eager["k_cache"])
+
+
 # Views of keys --------------------------------------------------------------------------------------------------------
 
 

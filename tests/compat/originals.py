@@ -163,7 +163,8 @@ SIGNATURES = {
     ),
     ("flashinfer", "BatchMLAPagedAttentionWrapper.run"): (
         "(self, q_nope, q_pe, ckv_cache, kpe_cache, out=None, lse=None, return_lse=False, profiler_buffer=None, "
-        "kv_len=None, page_table=None, return_lse_base_on_e=False)"
+        "kv_len=None, page_table=None, return_lse_base_on_e=False, o_scale=None, *, ckv_scale=None, "
+        "ckv_scale_arr=None, kpe_scale=None)"
     ),
     ("torch", "flex_attention"): (
         "(query, key, value, score_mod=None, block_mask=None, scale=None, enable_gqa=False, return_lse=False, "

@@ -196,6 +196,34 @@ def test_wrapper_of_flashinfer(together: bool) -> None:
     assert_close(given[1], natural, 1e-6, 1e-6)
 
 
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("scales", [(0.5, 0.5), (0.5, 0.3), (None, 0.3)])
+def test_eight_bits_in_the_wrapper_of_flashinfer(scales: tuple[float | None, float], together: bool) -> None:
+    """With one scale, with one for each part, and with one for each 128 features."""
+    step = step_of((70,), 1, 4, 1, torch.float32)
+    eight_bit = step.pages.nan_to_num().to(torch.float8_e4m3fn)
+    of_groups = torch.rand(*eight_bit.shape[:2], 4, generator=torch.Generator().manual_seed(0))
+    factor = of_groups.repeat_interleave(128, -1)[:, :, None] if scales[0] is None else scales[0]
+    numbers = torch.cat((eight_bit[..., :DV].float() * factor, eight_bit[..., DV:].float() * scales[1]), -1)
+    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(1))
+    begins = torch.tensor([0, 2], dtype=torch.int32)
+    wrapper.plan(
+        begins // 2, begins, step.table.flatten(), step.lengths, 4, DV, D - DV, 64, True, SCALE, torch.float32,
+        torch.float8_e4m3fn,
+    )  # fmt: skip
+    rows, q = eight_bit[:, :, 0], step.q.flatten(0, 1)
+    parts = [rows[..., :DV], rows[..., DV:]]
+    parts = parts if together else [x.clone() for x in parts]
+    given: dict[str, Any] = {"ckv_scale": scales[0], "kpe_scale": scales[1]}
+    given |= {"ckv_scale_arr": of_groups} if scales[0] is None else {}
+    reference = expected(step._replace(pages=numbers), True, SCALE)[0]
+    assert_close(wrapper.run(q[..., :DV], q[..., DV:], *parts, **given), reference.flatten(0, 1), 1e-6, 1e-5)
+    wrong: tuple[dict[str, Any], ...] = ({"kpe_scale": None}, {"ckv_scale": 1.0, "ckv_scale_arr": of_groups})
+    for more in (*wrong, {"o_scale": 1.0}, {"ckv_scale": None, "ckv_scale_arr": of_groups[..., :2]}):
+        with pytest.raises(ArgumentError):
+            wrapper.run(q[..., :DV], q[..., DV:], *parts, **given | more)
+
+
 def test_what_the_wrapper_refuses() -> None:
     with pytest.raises(ArgumentError, match="before the first run"):
         BatchMLAPagedAttentionWrapper(torch.empty(1)).run(*[torch.zeros(1, 1, 8)] * 4)

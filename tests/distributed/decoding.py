@@ -14,6 +14,8 @@ import flashtile
 from flashtile.distributed import attention_with_kvcache, shard
 from flashtile.testing.case import CACHES, Case
 from flashtile.testing.eight_bit import with_eight_bits
+from flashtile.testing.latent import latent
+from flashtile.testing.packed_rows import packed_rows
 
 BATCH, HEADS, KV_HEADS, D, DV, SIZE = 3, 4, 2, 16, 24, 7  # SIZE: positions of a rank, where all have as many
 
@@ -35,6 +37,9 @@ def calls(room: int) -> list[dict[str, Any]]:
         {"rows": 1, "new": 1, "causal": True, "stored": (torch.float8_e4m3fn, "heads")},
         {"rows": 2, "new": 4, "softcap": 2.0, "stored": (torch.int8, "tokens")},
         {"rows": 3, "new": SIZE + 1, "causal": True, "stored": (torch.float8_e5m2, "sequences")},
+        {"rows": 2, "new": 3, "window": (6, 1), "v_dim": 10},
+        {"rows": 1, "new": 1, "causal": True, "v_dim": 10, "stored": (torch.int8, "tokens")},
+        {"rows": 1, "new": 1, "causal": True, "v_dim": 10, "stored": (torch.uint8, "rows of 656 bytes")},
     ]
 
 
@@ -66,21 +71,25 @@ def step(
     rows, new = counts
     features = dict(features)
     stored = features.pop("stored", None)  # a dtype of 8 bits, and the kind of its scales
-    q, dout = random(BATCH, HEADS, rows, D, seed=5), random(BATCH, HEADS, rows, DV, seed=6)
+    v_dim = features.pop("v_dim", None)  # columns of the keys that are the values
+    width = DV if v_dim is None else v_dim
+    q, dout = random(BATCH, HEADS, rows, D, seed=5), random(BATCH, HEADS, rows, width, seed=6)
     arguments = {
         "q": q,
         "k_cache": random(BATCH + 1, KV_HEADS, room, D, seed=number),
-        "v_cache": random(BATCH + 1, KV_HEADS, room, DV, seed=9),
+        "v_cache": random(BATCH + 1, KV_HEADS, room, width, seed=9),
         "cache_seqlens": torch.tensor(lengths, dtype=torch.int32),
         **features,
     }
     if new > 0:
-        arguments |= {"k": random(BATCH, KV_HEADS, new, D, seed=3), "v": random(BATCH, KV_HEADS, new, DV, seed=4)}
+        arguments |= {"k": random(BATCH, KV_HEADS, new, D, seed=3), "v": random(BATCH, KV_HEADS, new, width, seed=4)}
     case = Case("attention_with_kvcache", arguments, dout, description=f"{stored}", forward_only=True)
-    if stored is not None:
+    if stored is not None and stored[0] is not torch.uint8:
         case = with_eight_bits(case, stored[0], stored[1], stored[1], torch.Generator().manual_seed(7))
+    if v_dim is not None:
+        case = latent(case) if stored is None or stored[0] is not torch.uint8 else packed_rows(latent(case))
     given = dict(case.arguments)
-    whole = {name: given[name].clone() for name in CACHES if name in given and given[name].shape[2:3] == (room,)}
+    whole = {name: given[name].clone() for name in CACHES if getattr(given.get(name), "shape", ())[2:3] == (room,)}
     local = {name: shard(x, mesh, 2, length=room) for name, x in whole.items()}
     compared = number % 3 == 0
     place = {"mesh": mesh, "check": compared, "length": None if room % mesh.size() == 0 or compared else room}
@@ -112,6 +121,11 @@ def refused(mesh: DeviceMesh) -> None:
         {"k_cache": whole[0][0]},
         {"v_cache": whole[1][:1]},
         {"v_cache": whole[1].half()},
+        {"v_cache": None},
+        {"v_dim": 8},
+        {"v_cache": None, "v_dim": 17},
+        {"v_cache": None, "v_dim": 8, "k": new, "v": new[..., :8]},
+        {"v_cache": None, "v_dim": 8, "k": new[..., :8]},
         {"cache_seqlens": room + 1},
         {"cache_seqlens": -1},
         {"cache_seqlens": 2.5},

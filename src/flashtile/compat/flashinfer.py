@@ -15,6 +15,7 @@ from .arguments import refuse
 
 __all__ = ["BatchMLAPagedAttentionWrapper"]
 
+GROUP = 128  # features that share a scale of `ckv_scale_arr`
 EXAMPLE = "wrapper = BatchMLAPagedAttentionWrapper(workspace); wrapper.plan(...); wrapper.run(q_nope, q_pe, ckv, kpe)"
 
 
@@ -99,6 +100,11 @@ class BatchMLAPagedAttentionWrapper:
         kv_len: Tensor | None = None,
         page_table: Tensor | None = None,
         return_lse_base_on_e: bool = False,
+        o_scale: float | None = None,
+        *,
+        ckv_scale: float | None = None,
+        ckv_scale_arr: Tensor | None = None,
+        kpe_scale: float | None = None,
     ) -> Any:
         """Attention of the planned sequences.
 
@@ -109,6 +115,11 @@ class BatchMLAPagedAttentionWrapper:
                 `rows[..., :head_dim_ckv]` and `rows[..., head_dim_ckv:]`; else the planned pages are copied together.
             out, lse: tensors for the results.
             return_lse_base_on_e: log-sum-exp by the natural logarithm, not the one of base 2.
+            ckv_scale, kpe_scale: of caches of float8_e4m3fn, what numbers of each are multiplied by.
+            ckv_scale_arr: in place of `ckv_scale` one for each 128 features, float32 `[num_pages, page_size,
+                head_dim_ckv / 128]`. Rows in one tensor with one scale for both parts are read in place; of others the
+                planned pages are copied in q's dtype.
+            o_scale: must be `None`.
             profiler_buffer, kv_len, page_table: ignored; they belong to what is refused.
 
         Returns:
@@ -123,14 +134,51 @@ class BatchMLAPagedAttentionWrapper:
         for name, x in (("ckv_cache", ckv_cache), ("kpe_cache", kpe_cache)):
             if x.dim() != 3 or x.shape[1] != p["page_size"]:
                 refuse(name, x, f"[num_pages, {p['page_size']}, features]", EXAMPLE)
-        rows, table = rows_of_both(kpe_cache, ckv_cache), p["page_table"]
-        if rows is None:
-            rows, table = torch.cat((ckv_cache[p["used"]], kpe_cache[p["used"]]), -1), p["place"]
+        if o_scale is not None:
+            refuse("o_scale", o_scale, "None: out has q's dtype", EXAMPLE)
+        scale = scale_of(ckv_cache, ckv_scale, ckv_scale_arr, kpe_scale)
+        rows, table, descale = rows_of_both(kpe_cache, ckv_cache), p["page_table"], None
+        if rows is not None and ckv_scale is not None and ckv_scale == kpe_scale:
+            descale = q_nope.new_full((1,), ckv_scale, dtype=torch.float32)
+        elif rows is None or scale is not None:
+            ckv, kpe, table = ckv_cache[p["used"]], kpe_cache[p["used"]], p["place"]
+            if scale is not None and kpe_scale is not None:
+                of_pages = scale[p["used"]] if isinstance(scale, Tensor) else scale
+                ckv, kpe = times(ckv, of_pages, q_nope.dtype), times(kpe, kpe_scale, q_nope.dtype)
+            rows = torch.cat((ckv, kpe), -1)
+        assert rows is not None
         result, natural = attention_varlen(
             torch.cat((q_nope, q_pe), -1), rows[:, :, None], None, v_dim=ckv_cache.shape[-1], page_table=table, out=out,
-            return_lse=True, **p["call"],
+            return_lse=True, k_descale=descale, **p["call"],
         )  # fmt: skip
         if not return_lse:
             return result
         found = natural.transpose(0, 1) * (1.0 if return_lse_base_on_e else 1 / math.log(2))
         return result, found if lse is None else lse.copy_(found)
+
+
+def scale_of(
+    ckv_cache: Tensor, ckv_scale: float | None, ckv_scale_arr: Tensor | None, kpe_scale: float | None
+) -> Tensor | float | None:
+    """The scale of latent vectors, `None` of caches of 16 bits and more."""
+    given = {"ckv_scale": ckv_scale, "ckv_scale_arr": ckv_scale_arr, "kpe_scale": kpe_scale}
+    if ckv_cache.dtype is not torch.float8_e4m3fn:
+        for name, x in given.items():
+            if x is not None:
+                refuse(name, x, f"None for caches of {ckv_cache.dtype}", EXAMPLE)
+        return None
+    if (ckv_scale is None) == (ckv_scale_arr is None):
+        refuse("ckv_scale", ckv_scale, "a number, or ckv_scale_arr, for caches of float8_e4m3fn", EXAMPLE)
+    if kpe_scale is None:
+        refuse("kpe_scale", kpe_scale, "a number, for caches of float8_e4m3fn", EXAMPLE)
+    shape = (*ckv_cache.shape[:-1], ckv_cache.shape[-1] // GROUP)
+    if ckv_scale_arr is not None and (ckv_scale_arr.shape != shape or ckv_scale_arr.dtype is not torch.float32):
+        refuse("ckv_scale_arr", ckv_scale_arr, f"float32 {list(shape)}", EXAMPLE)
+    return ckv_scale if ckv_scale_arr is None else ckv_scale_arr
+
+
+def times(x: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """Numbers of 8 bits `[..., features]` times one scale, or one for each GROUP of features, rounded to a dtype."""
+    if isinstance(scale, Tensor):
+        scale = scale.repeat_interleave(GROUP, -1)
+    return (x.float() * scale).to(dtype)

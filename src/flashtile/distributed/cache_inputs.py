@@ -74,7 +74,7 @@ def normalized(tensors: dict[str, Any], cache: CacheTensors, keywords: dict[str,
     refuse_derivatives(call.tensors[:-1], cache)
     check.memory(cache._asdict(), "paged")
     call.entry = fast_path.find_call(CacheCall(call, cache, DEFAULT_ROTARY))
-    if cache.k is not None and cache.v is not None:
+    if cache.k is not None and (cache.v is None) == (call.settings.v_dim is not None):
         check_writable(call.entry, cache.k_cache, cache.v_cache, cache.k, cache.v)
     q = call.tensors.q
     if torch.is_autocast_enabled(q.device.type):
@@ -117,7 +117,7 @@ def check_against_room(call: Call, cache: CacheTensors, room: int) -> None:
     caches = {name: longer(getattr(cache, name), more) for name in ("k_cache", "v_cache")}
     whole = cache._replace(**caches, k_descale=None, v_descale=None)
     if not known:
-        check_cache(whole, t)
+        check_cache(whole, t, v_dim=call.settings.v_dim)
         check_descales(cache, t.q.shape[0], EXAMPLE)
     k, v, table = as_pages(whole, t.q.shape[0])
     total = whole.cache_seqlens.long() + appended(whole, t)
@@ -131,8 +131,8 @@ def check_against_room(call: Call, cache: CacheTensors, room: int) -> None:
 
 
 def longer(cache: Tensor, more: int) -> Tensor:
-    """A tensor like `cache` with more positions, which share one element."""
+    """A tensor like `cache` with more positions, which share one row."""
     if cache.dim() != 4:
         return cache
     heads, width = cache.shape[:2], cache.shape[3]
-    return cache.new_empty(()).expand(*heads, cache.shape[2] + more, width)
+    return cache.new_empty(width).expand(*heads, cache.shape[2] + more, width)

@@ -6,16 +6,18 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..api.latent_rows import packed_cache
 from ..api.merge import merge_attention
-from ..api.settings import DEFAULT_ROTARY
+from ..api.settings import DEFAULT_ROTARY, values_of
 from ..api.signatures import Causal, Lengths, WindowArgument
 from ..call.cache import CacheCall
 from ..call.cache_tensors import CacheTensors, held
 from ..call.call import Call, new_rows
 from ..call.eight_bit import bits, is_by_token, is_eight_bit, own_scales, quantize
+from ..call.latent_rows import is_packed, pack
 from ..call.problem import accumulation_dtype
 from ..dispatch import fast_path
-from ..dispatch.cache_operator import run_with_cache
+from ..dispatch.cache_operator import reads_copy, run_with_cache
 from ..dispatch.planner import plan_call
 from ..dynamo import untraced
 from ..errors import ArgumentError
@@ -26,7 +28,7 @@ from .group import Grid, Group, grid_of
 def attention_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     *,
     mesh: DeviceMesh,
     cache_seqlens: Lengths,
@@ -36,6 +38,7 @@ def attention_with_kvcache(
     v: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    v_dim: int | None = None,
     causal: Causal = False,
     window: WindowArgument = None,
     mask: Tensor | None = None,
@@ -69,7 +72,7 @@ def attention_with_kvcache(
     Args:
         q: queries `[B, Hq, Sq, D]`, the last tokens of their sequences.
         k_cache: this rank's positions `[B_cache, Hkv, S, D]`, which are written to; S may be 0.
-        v_cache: the same with Dv.
+        v_cache: the same with Dv; `None` with `v_dim`.
         mesh: a `DeviceMesh` with one dimension.
         cache_seqlens: int32 or int64 `[B]`, or an int for all: keys in each sequence's whole cache before this call.
         length: positions of the whole cache. `None`: all ranks have as many, S.
@@ -78,6 +81,8 @@ def attention_with_kvcache(
         k, v: keys and values to append, `[B, Hkv, S_new, D]` and Dv. The ranks that hold their positions write them.
         k_descale, v_descale: scales of caches of 8 bits, float32: `[Hkv]` or `[B, Hkv]`, the same on all ranks, or this
             rank's positions `[B_cache, Hkv, S]` of one for each token and head, which are written to.
+        v_dim: the values are the first so many columns of `k_cache` and of the new `k`, as in a latent cache, also in
+            rows of 656 bytes; pass `scale`, whose default is for all columns of k.
         mask, bias: tensors that broadcast to `[B, Hq, Sq, length]`, with the keys of all ranks.
         alibi_slopes: `[Hq]` or `[B, Hq]`.
 
@@ -98,13 +103,18 @@ def attention_with_kvcache(
     grid = grid_of(mesh)
     if mesh.ndim != 1:
         raise ArgumentError("mesh", mesh, "a DeviceMesh with one dimension", EXAMPLE)
+    values: Any = v_cache
+    if v_dim is not None:
+        k_cache = packed_cache(q, k_cache, v_dim)
+        found = values_of("attention_with_kvcache", k_cache, v_cache, k_descale, v_descale, v_dim)
+        values, v_descale, v_dim = found
     cache = CacheTensors(
-        k_cache, v_cache, cache_seqlens, k=k, v=v, k_descale=k_descale, v_descale=v_descale  # type: ignore[arg-type]
+        k_cache, values, cache_seqlens, k=k, v=v, k_descale=k_descale, v_descale=v_descale  # type: ignore[arg-type]
     )  # fmt: skip
     tensors = {"q": q, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
     keywords = {
         "causal": causal, "window": window, "scale": scale, "softcap": softcap, "num_splits": num_splits,
-        "deterministic": deterministic, "backend": backend,
+        "deterministic": deterministic, "backend": backend, "v_dim": v_dim,
     }  # fmt: skip
     out, lse = run(tensors, cache, keywords, grid, length, check)
     return (out, lse) if return_lse else out
@@ -120,9 +130,10 @@ def run(
     call.entry = fast_path.find_call(call)
     rooms = set() if call.entry is None else call.entry.rooms
     if step.layout.length not in rooms:  # the first call of this layout
-        plan_call(call)  # a backend that declines it does so before anything is written
+        if not is_packed(step.cache.k_cache) or not reads_copy(call):
+            plan_call(call)  # a backend that declines it does so before anything is written
         rooms.add(step.layout.length)
-    if step.cache.k is not None and step.cache.v is not None:
+    if step.cache.k is not None:
         append(step.cache, held(step.cache) - step.piece.start)
     out, lse = merged(*run_with_cache(call), grid.outer)
     return out.to(step.call.tensors.q.dtype), lse
@@ -135,6 +146,8 @@ def call_of_rank(step: Step) -> CacheCall:
     t, cache = step.call.tensors, step.cache
     size, last = step.piece.length, step.layout.length - 1
     k, v = (x if size > 0 else x.new_zeros(*x.shape[:2], 1, x.shape[3]) for x in (t.k, t.v))
+    if step.call.settings.v_dim is not None:
+        v = k[..., : v.shape[3]]
     first = min(step.piece.start, last)
     total = held(cache) + (0 if cache.k is None else cache.k.shape[2])  # [B]
     dtype = accumulation_dtype(t.q.dtype)
@@ -190,9 +203,10 @@ def append(cache: CacheTensors, start: Tensor) -> None:
         (cache.k_cache, cache.k, cache.k_descale),
         (cache.v_cache, cache.v, cache.v_descale),
     ):
-        assert new is not None
+        if new is None:  # values are columns of the keys
+            continue
         if not is_eight_bit(old):
-            write(old, new)
+            write(old, pack(new) if is_packed(old) else new)
             continue
         scale: Tensor | float = 1.0
         if descale is not None and is_by_token(descale, old):

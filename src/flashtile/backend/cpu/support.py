@@ -63,13 +63,16 @@ def declines(problem: Problem, device: Device) -> str | None:
 
 
 def candidates(problem: Problem, device: Device, needs: Needs | None) -> list[Candidate]:
-    """The ways to run a pass, the fastest first. Where there is one, and nothing else on a CPU is faster, no time is
-    asked for.
+    """The ways to run a pass, the fastest first. Where nothing else on a CPU is faster, times are relative to the first
+    one's; where there is one way, too, no time is asked for.
     """
     ways = ways_of(problem, needs)
-    if len(ways) == 1 and not has_rival(problem):
+    if has_rival(problem):
+        return timed_candidates(problem, device, needs)
+    if len(ways) == 1:
         return [Candidate(ways[0], num_splits(problem), 0.0)]
-    return timed_candidates(problem, device, needs)
+    found = timed_candidates(problem, device, needs)
+    return [x._replace(microseconds=x.microseconds - found[0].microseconds) for x in found]
 
 
 def timed_candidates(problem: Problem, device: Device, needs: Needs | None) -> list[Candidate]:
@@ -88,8 +91,11 @@ def ways_of(problem: Problem, needs: Needs | None) -> list[TileConfig]:
 
 
 def has_rival(problem: Problem) -> bool:
-    """Whether `tiled` may be faster: in float64, by PyTorch's products of wide heads."""
-    return problem.dtype is torch.float64 and max(problem.head_dim, problem.head_dim_v) > NO_RIVAL
+    """Whether `tiled` may be faster: in float64, by PyTorch's products of wide heads; not over pages or caches,
+    which it copies first.
+    """
+    wide = max(problem.head_dim, problem.head_dim_v) > NO_RIVAL
+    return problem.dtype is torch.float64 and wide and problem.layout != "paged"
 
 
 def tangent_candidates(problem: Problem, device: Device, moves: Needs) -> list[Candidate]:

@@ -82,8 +82,15 @@ class Cache:
                 self._quantize(b, keys[length - len(new) :])
 
     def _quantize(self, b: int, slots: Tensor) -> None:
-        """Store new keys and values as numbers of 8 bits, with scales of their own where each token has one."""
+        """Store new keys and values as numbers of 8 bits, with scales of their own where each token has one. With
+        `v_dim`, values are columns of the keys, and have their scales.
+        """
+        columns = self.given.get("v_dim")
         for name, where in (("k", self.k), ("v", self.v)):
+            if name == "v" and columns is not None:
+                where.value[slots] = self.k.value[slots][..., :columns]
+                self.given["v_descale"] = self.given.get("k_descale")
+                continue
             descale, cache = self.given.get(f"{name}_descale"), self.given[f"{name}_cache"]
             if descale is not None and descale.shape == cache.shape[:3]:
                 own = scales_of_tokens(where.value[slots], self.stored).double()

@@ -15,9 +15,22 @@ from ..shared.compat import Pointer, Scalar, thread_barrier
 from ..shared.epilogue import ALIGN, OutputTensor
 from ..shared.mma import MMA_M, gemm_wait
 from ..shared.pages import column_and_row
+from ..shared.ptx import opaque
 from ..shared.softmax import FLOAT_MAX, INFINITY, LN2, log2
 from .memory import Ring, TileQueries, chunk_of, rest_of, transposed
-from .operands import CHUNK, CHUNKS, features_of_rows, key_operand, product_layout, value_operand
+from .operands import (
+    CHUNK,
+    CHUNKS,
+    KEY_SCALES,
+    VALUE_SCALES,
+    features_of_rows,
+    key_operand,
+    product_layout,
+    scale_of,
+    scale_of_chunk,
+    scales_of_keys,
+    value_operand,
+)
 
 # The largest probability is 2 ** 15, so that float16 holds those down to 2 ** -39 of it.
 HEADROOM = gl.constexpr(15.0)
@@ -162,6 +175,14 @@ def scale_of_keys(
         return 1.0
 
 
+@gluon.constexpr_function
+def is_rolled(config, of_keys):
+    """Whether scores are a loop over chunks: beyond 32 KiB, the code of both warpgroups is fetched too slowly. That of
+    16 rows is smaller, if floating-point numbers of 8 bits have one scale for all keys.
+    """
+    return config.block_m > 16 or config.packed or of_keys == gl.int8 or "key" in (config.k_scales, config.v_scales)
+
+
 @gluon.jit
 def scores(context, scales, stage, CONFIG: gl.constexpr):
     """Products of a block's keys and all queries, `[64, N]`."""
@@ -171,12 +192,19 @@ def scores(context, scales, stage, CONFIG: gl.constexpr):
     s = gl.zeros([MMA_M, N], gl.float32, product_layout(N))
     rest = rest_of(ring, stage, dtype, CONFIG)
     s = warpgroup_mma(rest, transposed(queries.rest), s, use_acc=False, is_async=True)
-    for c in gl.static_range(CHUNKS):
-        x = key_operand(chunk_of(ring, c, stage), scales, c, dtype, N)
-        s = warpgroup_mma(x, transposed(queries.latent[c]), s, use_acc=True, is_async=True)
-        s = warpgroup_mma_wait(CONFIG.in_flight, deps=(s,))
-        if CONFIG.in_turn:
-            thread_barrier()  # in front of which no loads are moved: they would take registers
+    ROLLED: gl.constexpr = is_rolled(CONFIG, ring.latent.dtype)
+    if ROLLED:
+        s = warpgroup_mma_wait(0, deps=(s,))
+        of_keys = scales_of_keys(scales)
+        for c in range(opaque(CHUNKS)):
+            x = key_operand(chunk_of(ring, c, stage, CONFIG), scale_of_chunk(of_keys, c), dtype, N)
+            s = warpgroup_mma(x, transposed(queries.latent, c), s, use_acc=True, is_async=True)
+            s = warpgroup_mma_wait(0, deps=(s,))
+    else:
+        for c in gl.static_range(CHUNKS):
+            x = key_operand(chunk_of(ring, c, stage, CONFIG), scale_of(scales, c, KEY_SCALES), dtype, N)
+            s = warpgroup_mma(x, transposed(queries.latent, c), s, use_acc=True, is_async=True)
+            s = warpgroup_mma_wait(CONFIG.in_flight, deps=(s,))
     return warpgroup_mma_wait(0, deps=(s,))
 
 
@@ -186,7 +214,9 @@ def add_values(ring, p, acc, scales, stage, FIRST: gl.constexpr, CONFIG: gl.cons
     N: gl.constexpr = CONFIG.block_m
     result = ()
     for c in gl.static_range(len(acc)):
-        x = value_operand(chunk_of(ring, FIRST + c, stage), scales, FIRST + c, p.dtype, N)
+        x = value_operand(
+            chunk_of(ring, FIRST + c, stage, CONFIG), scale_of(scales, FIRST + c, VALUE_SCALES), p.dtype, N
+        )
         result = result + (warpgroup_mma(x, transposed(p), acc[c], use_acc=True, is_async=True),)
         result = gemm_wait(result, CONFIG.in_flight)
         if CONFIG.in_turn:

@@ -159,6 +159,7 @@ def finish(W: gl.constexpr, context, tile, acc, row_max, l, CONFIG: gl.constexpr
 
 @gluon.jit
 def place_of_sums(ring, c: gl.constexpr, W: gl.constexpr, N: gl.constexpr, WARPGROUPS: gl.constexpr):
-    """Memory of a chunk's stages for the sums of a warpgroup but the first, `[CHUNK, N]` fp32."""
-    shape: gl.constexpr = [WARPGROUPS - 1, CHUNK, N]
-    return reinterpret_smem(ring.latent[c], gl.float32, shape, gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).index(W - 1)
+    """Memory of stages for a chunk's sums of a warpgroup but the first, `[CHUNK, N]` fp32."""
+    shape: gl.constexpr = [(WARPGROUPS - 1) * CHUNKS, CHUNK, N]
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    return reinterpret_smem(ring.latent, gl.float32, shape, layout).index((W - 1) * CHUNKS + c)

@@ -40,7 +40,7 @@ class Queries(NamedTuple):
 class Ring(NamedTuple):
     """Stages of blocks of 64 keys as they are in memory."""
 
-    latent: tuple[gl.shared_memory_descriptor, ...]  # for each chunk, [stages, 1, 1, 1, 64, CHUNK]
+    latent: gl.shared_memory_descriptor  # [CHUNKS * stages, 1, 1, 1, 64, CHUNK]
     rest: gl.shared_memory_descriptor  # [stages, 1, 1, 1, 64, bytes of the other features]
     scales: tuple[gl.shared_memory_descriptor, ...]  # of rows of 656 bytes one, [stages, 1, 1, 1, 64, 16]
     full: gl.shared_memory_descriptor  # [stages, 1] mbarriers
@@ -51,7 +51,7 @@ class TileQueries(NamedTuple):
     then loses nothing of bfloat16 but what is 2 ** 38 times smaller. For rows of 656 bytes, in their own dtype.
     """
 
-    latent: tuple[gl.shared_memory_descriptor, ...]  # for each chunk, [1, N, CHUNK], features `in_words`
+    latent: gl.shared_memory_descriptor  # [CHUNKS, N, CHUNK], features `in_words`
     rest: gl.shared_memory_descriptor  # [1, N, REST] the same; for rows of 656 bytes in order
     factors: gl.shared_memory_descriptor  # [N] fp32: one over the power of two
     stops: gl.shared_memory_descriptor  # [N] int32: where a row's keys end
@@ -69,9 +69,7 @@ def tile_of(rows, keys, CONFIG: gl.constexpr):
 @gluon.jit
 def make_ring(k_desc, rest_desc, scales_desc, CONFIG: gl.constexpr):
     STAGES: gl.constexpr = CONFIG.stages
-    latent = ()
-    for _ in gl.static_range(CHUNKS):
-        latent = latent + (allocate_boxes(k_desc, STAGES, CHUNK),)
+    latent = allocate_boxes(k_desc, CHUNKS * STAGES, CHUNK)
     rest = allocate_boxes(rest_desc, STAGES, rest_desc.block_type.shape[-1])
     scales = ()
     if CONFIG.packed:
@@ -101,11 +99,12 @@ def producer_warp(k_desc, rest_desc, scales_desc, ring, rows, keys, CONFIG: gl.c
 @gluon.jit
 def load_stage(k_desc, rest_desc, scales_desc, ring, coord, stage, CONFIG: gl.constexpr):
     """Start the loads of a block."""
+    STAGES: gl.constexpr = CONFIG.stages
     full = ring.full.index(stage)
     SCALES: gl.constexpr = scales_desc.block_type.nbytes if CONFIG.packed else 0
     mbarrier.expect(full, CHUNKS * k_desc.block_type.nbytes + rest_desc.block_type.nbytes + SCALES)
     for c in gl.static_range(CHUNKS):
-        tma_load(k_desc, coord[:-1] + (c * CHUNK,), full, ring.latent[c].index(stage))
+        tma_load(k_desc, coord[:-1] + (c * CHUNK,), full, ring.latent.index(c * STAGES + stage))
     BEHIND: gl.constexpr = CHUNKS * CHUNK
     if CONFIG.packed:
         tma_load(scales_desc, coord[:-1] + (BEHIND,), full, ring.scales[0].index(stage))
@@ -132,10 +131,10 @@ def load_queries(q, rows, keys, tile, CONFIG: gl.constexpr):
     factor = ((254 + LARGEST_EXPONENT - exponent) << 23).to(gl.float32, bitcast=True)
     factors = gl.allocate_shared_memory(gl.float32, [N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     factors.store(((exponent - LARGEST_EXPONENT) << 23).to(gl.float32, bitcast=True))
-    latent = ()
+    latent = right_operand(dtype, N, CHUNK, CHUNKS)
     for c in gl.static_range(CHUNKS):
         x = query_columns(q, base, rows, tile, c * CHUNK, CHUNK, N) * gl.expand_dims(factor, 1)
-        latent = latent + (stored(in_words(x.to(dtype))),)
+        latent.index(c).store(in_words(x.to(dtype)))
     x = query_columns(q, base, rows, tile, CHUNKS * CHUNK, REST, N)
     x = (x * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, columns_layout(REST))), 1)).to(dtype)
     if not PACKED:  # the others are no bytes
@@ -179,23 +178,24 @@ def stored(x):
 
 
 @gluon.jit
-def right_operand(dtype: gl.constexpr, N: gl.constexpr, D: gl.constexpr):
-    """Shared memory for the right operand of products, `[1, N, D]`."""
-    return gl.allocate_shared_memory(dtype, [1, N, D], gl.NVMMASharedLayout.get_default_for([N, D], dtype))
+def right_operand(dtype: gl.constexpr, N: gl.constexpr, D: gl.constexpr, COUNT: gl.constexpr = 1):
+    """Shared memory for right operands of products, `[COUNT, N, D]`."""
+    return gl.allocate_shared_memory(dtype, [COUNT, N, D], gl.NVMMASharedLayout.get_default_for([N, D], dtype))
 
 
 @gluon.jit
-def transposed(smem):
-    """A right operand as products take it, `[D, N]`. There are no registers for precomputed addresses of all."""
-    return smem.index(opaque(0)).permute((1, 0))
+def transposed(smem, n=0):
+    """Right operand n as products take it, `[D, N]`. There are no registers for precomputed addresses of all."""
+    return smem.index(opaque(n)).permute((1, 0))
 
 
 @gluon.jit
-def chunk_of(ring, c: gl.constexpr, stage):
+def chunk_of(ring, c, stage, CONFIG: gl.constexpr):
     """A chunk of a block as a matrix `[64 keys, CHUNK]`. The compiler would load all chunks before the first product:
     there are no registers for that.
     """
-    return as_matrix(ring.latent[c].index(opaque(stage)))
+    STAGES: gl.constexpr = CONFIG.stages
+    return as_matrix(ring.latent.index(c * STAGES + opaque(stage)))
 
 
 @gluon.jit
@@ -210,7 +210,7 @@ def rest_of(ring, stage, dtype: gl.constexpr, CONFIG: gl.constexpr):
             rest = rest.load(operand_layout(N)).to(gl.float32).to(dtype)
         return rest
     else:
-        return key_operand(rest, (), 0, dtype, N)
+        return key_operand(rest, (), dtype, N)
 
 
 @gluon.jit

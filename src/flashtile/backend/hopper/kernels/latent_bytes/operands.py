@@ -76,33 +76,61 @@ def in_words(x):
 
 
 @gluon.jit
-def key_operand(smem, scales, c: gl.constexpr, dtype: gl.constexpr, N: gl.constexpr):
-    """Keys `[64, D]` of 8 bits as the left operand of scores, in float16 or bfloat16; `scales` of a block's rows of
-    656 bytes, of which `c` are those of these columns.
+def key_operand(smem, scale, dtype: gl.constexpr, N: gl.constexpr):
+    """Keys `[64, D]` of 8 bits as the left operand of scores, in float16 or bfloat16; rows of 656 bytes have a
+    `scale`.
     """
     LAYOUT: gl.constexpr = OF_KEYS if smem.shape[1] == CHUNK else OF_REST
-    x = in_words(numbers(smem.load(LAYOUT), scales, c, KEY_SCALES, dtype))
+    x = in_words(numbers(smem.load(LAYOUT), scale, dtype))
     return gl.convert_layout(x, operand_layout(N), assert_trivial=True)
 
 
 @gluon.jit
-def value_operand(smem, scales, c: gl.constexpr, dtype: gl.constexpr, N: gl.constexpr):
+def value_operand(smem, scale, dtype: gl.constexpr, N: gl.constexpr):
     """Values `[64 keys, 128]` of 8 bits as the left operand `[128, 64]` of sums."""
-    x = numbers(smem.load(OF_VALUES), scales, c, VALUE_SCALES, dtype)
+    x = numbers(smem.load(OF_VALUES), scale, dtype)
     x = gl.reshape(gl.permute(gl.reshape(x, [MMA_M, 4, 8, 2, 2]), [3, 1, 4, 2, 0]), [CHUNK, MMA_M])
     return gl.convert_layout(x, operand_layout(N), assert_trivial=True)
 
 
 @gluon.jit
-def numbers(x, scales, c: gl.constexpr, OF_SCALES: gl.constexpr, dtype: gl.constexpr):
+def scale_of(scales, c: gl.constexpr, LAYOUT: gl.constexpr):
+    """The scale `[64]` of a block's rows of 656 bytes in chunk c, as `numbers` takes it; of other rows nothing."""
+    result = ()
+    if len(scales) > 0:
+        result = (gl.reshape(scales[0].slice(c, 1, dim=1).load(LAYOUT), [MMA_M]),)
+    return result
+
+
+@gluon.jit
+def scales_of_keys(scales):
+    """`scale_of` all chunks."""
+    result = ()
+    if len(scales) > 0:
+        for c in gl.static_range(CHUNKS):
+            result = result + scale_of(scales, c, KEY_SCALES)
+    return result
+
+
+@gluon.jit
+def scale_of_chunk(scales, c):
+    """One of `scales_of_keys`, by a number that is not a constant."""
+    if len(scales) > 0:
+        first = gl.where(c == 0, scales[0], scales[1])
+        return (gl.where(c < 2, first, gl.where(c == 2, scales[2], scales[3])),)
+    else:
+        return ()
+
+
+@gluon.jit
+def numbers(x, scale, dtype: gl.constexpr):
     """Numbers of 8 bits `[64, D]` in float16 or bfloat16: exactly, or each times its row's scale, rounded."""
     layout: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     INTEGER: gl.constexpr = x.dtype == gl.int8
     x = of_int8(x) if INTEGER else x.to(HALF)
-    if len(scales) > 0:
-        scale = gl.reshape(scales[0].slice(c, 1, dim=1).load(OF_SCALES), [MMA_M])
-        scale = gl.convert_layout(scale, layout, assert_trivial=True)
-        x = (x.to(gl.float32) * gl.expand_dims(scale, 1)).to(dtype)
+    if len(scale) > 0:
+        of_rows = gl.convert_layout(scale[0], layout, assert_trivial=True)
+        x = (x.to(gl.float32) * gl.expand_dims(of_rows, 1)).to(dtype)
     elif dtype != HALF:
         x = x.to(gl.float32).to(dtype)
     return x
