@@ -69,9 +69,9 @@ class Repeated:
         self.tensors, self.places = itemgetter(*sources.arguments), sources.places
         count = len(sources.places)
         self.flat = itemgetter(*[count if n is None else n for n in sources.columns])  # picks from (*columns, None)
-        # Picks a backward pass's inputs from (*columns, out, lse, dout, dlse, kept, None).
-        of_backward = [count + 5 if n is None else n for n in sources.columns]
-        self.backward_flat = itemgetter(*of_backward, *range(count, count + 5))
+        # Picks a backward pass's inputs from (out, lse, *columns, dout, dlse, kept, None).
+        of_backward = [count + 5 if n is None else n + 2 for n in sources.columns]
+        self.backward_flat = itemgetter(*of_backward, 0, 1, *range(count + 2, count + 5))
         self.positions = differentiable_positions(len(sources.columns))
         tensors = sources.captured(values, self.tensors(values))
         assert tensors is not None
@@ -153,7 +153,7 @@ class Repeated:
         kept: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         """The gradients of the call itself, which has none, and of the tensors, as the flags of `requested`. `saved`
-        are the columns, out and lse.
+        are out, lse and the columns.
         """
         key = requested, dout is None, dlse is None, self.process_state()
         known = self.backward.get(key)
@@ -165,17 +165,15 @@ class Repeated:
                     if one.recording is not None:
                         found = one.recording(self.backward_flat(values))
                     else:
-                        *tensors, out, lse = saved
-                        call = self.backward_call(tensors, kept)
+                        call = self.backward_call(saved[2:], kept)
                         with inside_operator(call):
-                            found = one.replay(call, out, lse, dout, dlse)
+                            found = one.replay(call, *saved[:2], dout, dlse)
                     gradients = known.requested((None, *found))
                     if one.in_dtypes:
                         return gradients
-                    of = zip(gradients[1:], saved, strict=False)  # out and lse have none
-                    cast = [x if x is None or y is None else operators.in_dtype(x, y.dtype) for x, y in of]
-                    return None, *cast
-        *tensors, out, lse = saved
+                    of = zip(gradients[1:], saved[2:], strict=True)
+                    return None, *[x if x is None else operators.in_dtype(x, y.dtype) for x, y in of]
+        out, lse, *tensors = saved
         return self.new_backward(key, (out, lse, dout, dlse), tensors, kept, requested[1:])
 
     def new_backward(
@@ -195,7 +193,8 @@ class Repeated:
         passes = self.entry.backward.get(fast_path.backward_key(call, needs, results))
         if passes is not None:
             count = len(tensors)
-            present = *(count + n for n, x in enumerate(results) if x is not None), *range(count)
+            of_results = (n if n < 2 else count + n for n, x in enumerate(results) if x is not None)
+            present = *of_results, *range(2, count + 2)
             requested = (self.positions.index(n) + 1 if by_place[n] else 0 for n in self.places)
             self.backward[key] = Gradients(passes, itemgetter(*present), itemgetter(0, *requested))
         return None, *[gradients[n] for n in self.places]
@@ -285,7 +284,7 @@ class RepeatedAttention(torch.autograd.Function):
         results = known.forward(tensors)
         out, lse = results[:2]
         ctx.known, ctx.kept = known, results[2] if len(results) > 2 else None
-        ctx.save_for_backward(*tensors, out, lse)
+        ctx.save_for_backward(out, lse, *tensors)  # in the order of `autograd.Attention`, which may compute this again
         ctx.set_materialize_grads(False)
         if not known.return_lse:
             return out
