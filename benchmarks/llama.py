@@ -4,8 +4,9 @@ With random weights: a training step (forward and backward) over plain and over 
 dynamic cache, and `generate` with a static cache, which transformers compiles and captures in a CUDA graph. Gradients
 of the projections, and logits of given tokens, are compared with those of the same model in a wider dtype; ours may be
 1.5 times as far from them as `sdpa`'s. A part that fails is reported, and the run goes on; after `--seconds` no part
-begins, and `--only decode` leaves out the training steps. `--fa3-library` adds FlashAttention-3's operators to the
-parts without padding. `--tiny` runs the same program at a small size, also on a CPU.
+begins, and `--only decode` leaves out the training steps. Parts without padding also run in "flash_attention_2" where
+flash_attn is installed, and in FlashAttention-3's operators with `--fa3-library`. `--tiny` runs the same program at a
+small size, also on a CPU.
 """
 
 import copy
@@ -21,6 +22,7 @@ import fa3_attention
 import torch
 from torch import Tensor
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessor
+from transformers.utils import is_flash_attn_2_available
 
 from flashtile.bench.allocation import live_and_peak_bytes
 from flashtile.integrations.transformers import register
@@ -29,6 +31,7 @@ LARGE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16
 LARGE |= {"num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True, "max_position_embeddings": 16384}
 TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY |= {"num_key_value_heads": 2, "vocab_size": 256, "tie_word_embeddings": True, "initializer_range": 0.15}
+FLASH_ATTENTION = "flash_attention_2"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 Result = dict[str, Any]
 
@@ -136,7 +139,9 @@ def train(model: Any, case: Training, rounds: int) -> Result:
 
 @torch.no_grad()
 def decode(model: Any, case: Decoding, cache: str | None) -> Result:
-    """Milliseconds for each token after the prompt. A static cache is compiled, with a CUDA graph."""
+    """Milliseconds for each token after the prompt, and memory beyond weights. A static cache is compiled, with a CUDA
+    graph.
+    """
     options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     options |= {"attention_mask": case.visible, "cache_implementation": cache}
     options["logits_processor"] = [Given(case.following, case.ids.shape[1])]
@@ -152,7 +157,10 @@ def decode(model: Any, case: Decoding, cache: str | None) -> Result:
     times = [
         median_ms(lambda n=n: model.generate(case.ids, max_new_tokens=n, **options), model.device, 2) for n in (2, new)
     ]
-    return {"ms_per_token": (times[1] - times[0]) / (new - 2), "first_call_s": first, "error": error}
+    _, peak = live_and_peak_bytes(lambda: model.generate(case.ids, max_new_tokens=new, **options), model.device)
+    ms = (times[1] - times[0]) / (new - 2)
+    speeds = {"ms_per_token": ms, "tokens_per_s": 1e3 * len(case.ids) / ms}
+    return speeds | {"peak_mib": peak / 2**20, "first_call_s": first, "error": error}
 
 
 @click.command(context_settings={"show_default": True})
@@ -176,7 +184,8 @@ def main(
     begin = time.perf_counter()
     torch.manual_seed(0)
     names = ["sdpa", register()]
-    plain = names + ([fa3_attention.register(fa3_library)] if fa3_library else [])
+    plain = names + ([FLASH_ATTENTION] if device == "cuda" and is_flash_attn_2_available() else [])
+    plain += [fa3_attention.register(fa3_library)] if fa3_library else []
     with torch.device(device):
         wide = LlamaForCausalLM(LlamaConfig(**TINY if tiny else LARGE, pad_token_id=0))
     model = copy.deepcopy(wide).to(torch.float32 if tiny else torch.bfloat16)

@@ -1,7 +1,7 @@
-"""Draw docs/images/llama.svg, the picture of README.md: `python docs/make_llama.py`.
+"""Draw docs/images/llama.svg, the picture of README.md, and one for phones: `python docs/make_llama.py`.
 
 Left: tokens/s of a Llama of 1B parameters relative to `sdpa`, which transformers picks, from `benchmarks/llama.py`.
-Right: features that no other fused attention has, or that each other one has in part.
+Right, on phones below: features that no other fused attention has, or that each other one has in part.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 from gpu_tables import llama_rows
 
-PICTURE = Path(__file__).parent / "images" / "llama.svg"
+IMAGES = Path(__file__).parent / "images"
 COLORS = {"sdpa": "#b9c4d0", "fa3": "#7f9fc6", "tile_attention": "#1f4e8c"}
 NAMES = {"sdpa": "sdpa", "fa3": "FlashAttention-3", "tile_attention": "flashtile"}
 FEATURES = (
@@ -25,10 +25,13 @@ FEATURES = (
 )
 
 
-def draw(picture: Path) -> None:
+def draw(picture: Path, *, narrow: bool = False) -> None:
     matplotlib.use("svg")
     plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "flashtile", "font.size": 9}
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6), width_ratios=(5, 4))
+    if narrow:
+        figure, (left, right) = plt.subplots(2, 1, figsize=(4.9, 6), height_ratios=(4, 3))
+    else:
+        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6), width_ratios=(5, 4))
     rows = llama_rows()
     place, ticks = 0.0, []
     for row in rows:
@@ -57,12 +60,16 @@ def draw(picture: Path) -> None:
         bbox_to_anchor=(0.4, -0.1),
     )
     right.axis("off")
-    right.set_title("In one function, and together\n", fontsize=9, loc="left")
+    edge = -0.8 if narrow else 0  # below the names of the bars
+    right.set_title("In one function, and together\n", fontsize=9, loc="left", x=edge, in_layout=not narrow)
     for n, feature in enumerate(FEATURES):
-        right.text(0, 0.93 - 0.125 * n, f"✓  {feature}", va="center", transform=right.transAxes)
-    figure.tight_layout()
+        right.text(
+            edge, 0.93 - 0.125 * n, f"✓  {feature}", va="center", transform=right.transAxes, in_layout=not narrow
+        )
+    figure.tight_layout(h_pad=4)
     figure.savefig(picture, metadata={"Date": None})
 
 
 if __name__ == "__main__":
-    draw(PICTURE)
+    draw(IMAGES / "llama.svg")
+    draw(IMAGES / "llama-narrow.svg", narrow=True)

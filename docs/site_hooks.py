@@ -12,7 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PLACES = {"docs": "", "ladder/docs": "course"}  # folders of the repository, and of the site
-REFERENCE = "# Reference\n\n::: flashtile\n"
+REFERENCE = "# Reference\n\n::: flashtile\n    options:\n      group_by_category: false\n      members:\n"
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 IMAGE = re.compile(r"(<img src=\")(?!\w+:)([^\"]+)\"")
 
@@ -21,6 +21,12 @@ def repository() -> str:
     """The repository's address, or nothing."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     return project["tool"]["hatch"]["metadata"]["hooks"]["custom"]["url"].rstrip("/")
+
+
+def reference() -> str:
+    """The page that mkdocstrings makes: the names of docs/api.md in their order, functions first."""
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    return REFERENCE + "".join(f"        - {name}\n" for name in re.findall(r"^### (\w+)$", text, re.MULTILINE))
 
 
 def site_path(path: str) -> str | None:
@@ -66,7 +72,7 @@ def on_files(files: Any, config: Any) -> Any:
     for path in sorted((ROOT / "ladder" / "docs").iterdir()):
         if path.suffix in (".html", ".md", ".svg"):
             files.append(File.generated(config, f"course/{path.name}", abs_src_path=str(path)))
-    files.append(File.generated(config, "reference.md", content=REFERENCE))
+    files.append(File.generated(config, "reference.md", content=reference()))
     return files
 
 

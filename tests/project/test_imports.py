@@ -51,8 +51,10 @@ BY_NAME = {
     "",
     "backend.gpu.kernel",
     "cli",
+    "compat",
     "compat.installation",
     "dispatch.passes",
+    "integrations",
     "integrations.optional",
     "private_torch",
 }

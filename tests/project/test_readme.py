@@ -61,8 +61,6 @@ def attended(call: Callable[[], Tensor]) -> tuple[int, Tensor]:
 
 def test_a_model_of_transformers_switches_by_the_line_and_goes_back() -> None:
     transformers = pytest.importorskip("transformers", reason="needs the extra `transformers`")
-    import flashtile.integrations.transformers
-
     line, back = switches()["a model of transformers"]
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 10}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2)).eval()
@@ -79,8 +77,6 @@ def test_a_model_of_transformers_switches_by_the_line_and_goes_back() -> None:
 
 
 def test_other_programs_switch_by_the_line_and_go_back() -> None:
-    import flashtile.compat.torch
-
     assert len(switches()) == 3
     q = torch.randn(1, 2, 40, 16)
     sdpa = torch.nn.functional.scaled_dot_product_attention

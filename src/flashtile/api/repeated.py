@@ -67,11 +67,12 @@ class Repeated:
         self.appends = self.rotary is not None and call.inputs[APPENDED[0]] is not None
         self.scalars = [(n, values[n]) for n in sources.scalars]
         self.tensors, self.places = itemgetter(*sources.arguments), sources.places
-        absent = len(sources.places)
-        flat = [absent if n is None else n for n in sources.columns]
-        self.flat = itemgetter(*flat)  # picks from (*columns, None)
-        self.backward_flat = itemgetter(*flat, *range(absent + 1, absent + 6))  # and rows and kept behind them
-        self.positions = differentiable_positions(len(flat))
+        count = len(sources.places)
+        self.flat = itemgetter(*[count if n is None else n for n in sources.columns])  # picks from (*columns, None)
+        # Picks a backward pass's inputs from (out, lse, *columns, dout, dlse, kept, None).
+        of_backward = [count + 5 if n is None else n + 2 for n in sources.columns]
+        self.backward_flat = itemgetter(*of_backward, 0, 1, *range(count + 2, count + 5))
+        self.positions = differentiable_positions(len(sources.columns))
         tensors = sources.captured(values, self.tensors(values))
         assert tensors is not None
         first = {id(x): n for n, x in reversed([*enumerate(tensors)])}
@@ -144,37 +145,36 @@ class Repeated:
 
     @untraced
     def gradients(
-        self, requested: Sequence[bool], results: Results, tensors: Sequence[Tensor], kept: Tensor | None
+        self,
+        requested: Sequence[bool],
+        saved: tuple[Tensor, ...],
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        kept: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of the call itself, which has none, and of the tensors, as the flags of `requested`."""
-        _, _, dout, dlse = results
+        """The gradients of the call itself, which has none, and of the tensors, as the flags of `requested`. `saved`
+        are out, lse and the columns.
+        """
         key = requested, dout is None, dlse is None, self.process_state()
-        found = self.replayed_backward(key, results, tensors, kept)
-        return self.new_backward(key, results, tensors, kept, requested[1:]) if found is None else found
-
-    def replayed_backward(
-        self, key: Hashable, results: Results, tensors: Sequence[Tensor], kept: Tensor | None
-    ) -> tuple[Tensor | None, ...] | None:
-        """The gradients as `gradients` returns them, if they have been recorded."""
         known = self.backward.get(key)
-        if known is None or torch.is_grad_enabled() or is_observed_without_key() or counting.opened:
-            return None
-        values = (*tensors, None, *results, kept)
-        present = known.present(values)
-        for one in known.passes:
-            if one.replay is not None and one.layouts is not None and one.layouts.match_plain(present):
-                if one.recording is not None:
-                    found = one.recording(self.backward_flat(values))
-                else:
-                    call = self.backward_call(tensors, kept)
-                    with inside_operator(call):
-                        found = one.replay(call, *results)
-                gradients = known.requested((None, *found))
-                if one.in_dtypes:
-                    return gradients
-                of = zip(gradients, (None, *tensors), strict=True)
-                return tuple([x if x is None or y is None else operators.in_dtype(x, y.dtype) for x, y in of])
-        return None
+        if known is not None and not (torch.is_grad_enabled() or is_observed_without_key() or counting.opened):
+            values = *saved, dout, dlse, kept, None
+            present = known.present(values)
+            for one in known.passes:
+                if one.replay is not None and one.layouts is not None and one.layouts.match_plain(present):
+                    if one.recording is not None:
+                        found = one.recording(self.backward_flat(values))
+                    else:
+                        call = self.backward_call(saved[2:], kept)
+                        with inside_operator(call):
+                            found = one.replay(call, *saved[:2], dout, dlse)
+                    gradients = known.requested((None, *found))
+                    if one.in_dtypes:
+                        return gradients
+                    of = zip(gradients[1:], saved[2:], strict=True)
+                    return None, *[x if x is None else operators.in_dtype(x, y.dtype) for x, y in of]
+        out, lse, *tensors = saved
+        return self.new_backward(key, (out, lse, dout, dlse), tensors, kept, requested[1:])
 
     def new_backward(
         self,
@@ -193,7 +193,8 @@ class Repeated:
         passes = self.entry.backward.get(fast_path.backward_key(call, needs, results))
         if passes is not None:
             count = len(tensors)
-            present = *(count + 1 + n for n, x in enumerate(results) if x is not None), *range(count)
+            of_results = (n if n < 2 else count + n for n, x in enumerate(results) if x is not None)
+            present = *of_results, *range(2, count + 2)
             requested = (self.positions.index(n) + 1 if by_place[n] else 0 for n in self.places)
             self.backward[key] = Gradients(passes, itemgetter(*present), itemgetter(0, *requested))
         return None, *[gradients[n] for n in self.places]
@@ -280,19 +281,22 @@ class RepeatedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, known: Repeated, *tensors: Tensor) -> Any:
-        out, lse, *kept = known.forward(tensors)
-        assert lse is not None
-        ctx.known, ctx.kept = known, kept[0] if kept else None
-        ctx.save_for_backward(out, lse, *tensors)
+        results = known.forward(tensors)
+        out, lse = results[:2]
+        ctx.known, ctx.kept = known, results[2] if len(results) > 2 else None
+        ctx.save_for_backward(out, lse, *tensors)  # in the order of `autograd.Attention`, which may compute this again
         ctx.set_materialize_grads(False)
-        return (out, split_row_stats(tensors[0], lse.view_as(lse))[0]) if known.return_lse else out
+        if not known.return_lse:
+            return out
+        assert lse is not None
+        return out, split_row_stats(tensors[0], lse.view_as(lse))[0]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
-        out, lse, *tensors = ctx.saved_tensors
+        requested = ctx.needs_input_grad
         if dout is None and dlse is None:  # a second derivative passes here without a gradient of the results
-            return None, *[None for _ in tensors]
-        return ctx.known.gradients(ctx.needs_input_grad, (out, lse, dout, dlse), tensors, ctx.kept)  # type: ignore[no-any-return]
+            return (None,) * len(requested)
+        return ctx.known.gradients(requested, ctx.saved_tensors, dout, dlse, ctx.kept)  # type: ignore[no-any-return]
 
 
 apply = private_torch.apply_at_one_level(RepeatedAttention)

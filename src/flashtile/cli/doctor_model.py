@@ -22,7 +22,7 @@ def examined(name: str) -> Iterator[Finding]:
         CommandError: transformers is not installed, or has no such configuration.
     """
     try:
-        config = configuration(name)
+        config = configuration(name, "flashtile doctor --model path/of/a/model")
     except ArgumentError as error:
         raise CommandError(f"--model: {error}") from error
     text = config.get_text_config()

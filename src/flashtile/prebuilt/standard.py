@@ -44,11 +44,11 @@ OVER_A_WAVE = (
 )  # heads and lengths, with different tiles
 FEW_HEADS = ((2, 2), (8, 8), (8, 1))
 NARROWER = ((40, 40), (88, 88), (104, 104), (176, 176), (224, 224))  # head dimensions that do not fill a kernel's width
-RARER = ((32, 32), (72, 72), (80, 80), (160, 160))  # of vision and diffusion models: dense calls, full and causal
+RARER = ((32, 32), (72, 72), (80, 80), (160, 160))  # vision and diffusion models: dense calls, full and causal
 COMMON = tuple(dims for dims in WIDTHS if dims not in RARER)
-SMALL_DIMS = (16, 32, 48, 64, 96, 128)  # of short sequences, for which Triton's kernels are faster
+SMALL_DIMS = (16, 32, 48, 64, 96, 128)  # short sequences, for which Triton's kernels are faster
 FLOAT32_DIMS = (32, 64, 128)
-WIDE_FLOAT32_DIMS, WIDE_DIMS = (160, 256, 512), (512,)  # of calls whose products PyTorch computes
+WIDE_FLOAT32_DIMS, WIDE_DIMS = (160, 256, 512), (512,)  # calls whose products PyTorch computes
 DECODE_HEADS = ((8, 8), (32, 8), (64, 8), (16, 2))  # query and key heads: groups of 1, 4 and 8
 BATCHES = (1, 2, 4, 8, 16, 32, 64)  # with different splits of the keys
 LATENT_HEADS = (16, 128)  # query heads of DeepSeek's models
@@ -170,8 +170,8 @@ def few(dtype: torch.dtype) -> Iterator[StandardCall]:
 
 
 def just_over_a_wave(dtype: torch.dtype) -> Iterator[StandardCall]:
-    """A few blocks of keys more than a GPU has multiprocessors, or than twice as many: several programs share each. So
-    do those of the last head's last tiles of rows; with odd lengths, its lse begins at an unaligned address.
+    """A few blocks of keys more than a GPU has multiprocessors, or than twice as many: several programs share each, and
+    the last tiles of rows of the last head. With odd lengths, its lse begins at an unaligned address.
     """
     for dims, (heads, seqlen) in itertools.product((*COMMON, *RARER), OVER_A_WAVE):
         q, k, v = dense((heads, heads), seqlen, seqlen, dims, dtype)

@@ -33,8 +33,8 @@ def records_of_model(
         yield from records_of_ranges(kind, shared | of_layer, **ranges)
 
 
-def configuration(name: str | os.PathLike[str]) -> Any:
-    """The configuration of a name or folder.
+def configuration(name: str | os.PathLike[str], example: str = EXAMPLE) -> Any:
+    """The configuration of a name or folder; errors show `example`.
 
     Raises:
         ArgumentError: transformers is not installed, or has no such configuration.
@@ -43,13 +43,13 @@ def configuration(name: str | os.PathLike[str]) -> Any:
         import transformers  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ArgumentError(
-            "model", name, "with transformers: pip install 'flashtile[transformers]'", EXAMPLE
+            "model", name, "with transformers: pip install 'flashtile[transformers]'", example
         ) from None
     try:
         return transformers.AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0]
-        raise ArgumentError("model", name, f"a model that transformers knows; {reason}", EXAMPLE) from error
+        raise ArgumentError("model", name, f"a model that transformers knows; {reason}", example) from error
 
 
 def is_causal(config: Any) -> bool:

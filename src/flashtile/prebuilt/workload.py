@@ -21,7 +21,7 @@ PRODUCTS = (  # kernels that multiply; others prepare their inputs, convert, mer
 )  # fmt: skip
 LENGTHS = (32, 64, 100, 128, 200, 256, 384, 512, 700, 1024, 1500, 2048, 3000, 4096, 8192, 16384, 65536)
 BATCHES = (1, 2, 3, 4, 6, 7, 8, 12, 16, 24, 32, 64)
-MOST_ROWS = 2**18  # of all sequences
+MOST_ROWS = 2**18  # all sequences together
 FORWARD, BACKWARD, DECODING = "forward", "backward", f"up to {FEW_ROWS} queries"
 
 
