@@ -31,7 +31,7 @@ class Buffers(NamedTuple):
     """Shared memory."""
 
     q: gl.shared_memory_descriptor  # [chunks, M, COLUMNS]
-    ring: gl.shared_memory_descriptor  # [STAGES, N, COLUMNS], chunks of keys and values
+    ring: tuple  # STAGES slots [N, COLUMNS] for chunks of keys and values
     p: gl.shared_memory_descriptor  # [M, N]
 
 
@@ -47,6 +47,12 @@ def wide_layouts(M, WARPS):
 @constexpr_function
 def num_chunks(D):
     return -(-D.WIDTH // COLUMNS.value)
+
+
+@constexpr_function
+def num_steps(D, DV, STAGES):
+    """Chunks of a block, and steps without one, so that each chunk has the same slot in all blocks."""
+    return -(-(num_chunks(D) + num_chunks(DV)) // STAGES) * STAGES
 
 
 @constexpr_function
@@ -87,7 +93,7 @@ def wide_forward_kernel(
         head_k = work.head // (lengths.num_heads_q // lengths.num_heads_k)
         buffers = Buffers(
             gl.allocate_shared_memory(dtype, [num_chunks(D), M, COLUMNS], swizzled(COLUMNS)),
-            gl.allocate_shared_memory(dtype, [CONFIG.STAGES, N, COLUMNS], swizzled(COLUMNS)),
+            slots(dtype, N, CONFIG.STAGES),
             gl.allocate_shared_memory(dtype, [M, N], swizzled(N)),
         )
         stride_q, stride_out = elements(q.stride_m, ALIGN), elements(out.stride_m, ALIGN)
@@ -125,6 +131,15 @@ def wide_forward_kernel(
 
 
 @gluon.jit
+def slots(dtype: gl.constexpr, N: gl.constexpr, COUNT: gl.constexpr):
+    """An allocation each: with one for all, the compiler synchronizes warps before each load of another slot."""
+    found = ()
+    for _ in gl.static_range(COUNT):
+        found = found + (gl.allocate_shared_memory(dtype, [N, COLUMNS], swizzled(COLUMNS)),)  # noqa: RUF005
+    return found
+
+
+@gluon.jit
 def no_sums(M: gl.constexpr, D: gl.constexpr, LAYOUTS: gl.constexpr):
     """Empty sums `[M, D]`, a tensor for each chunk."""
     sums = ()
@@ -150,7 +165,7 @@ def walk(
     if count > 0:
         at = visit(blocks, first, 0, num_masked, params, N)
         for c in gl.static_range(CONFIG.STAGES - 1):
-            copy_keys(buffers.ring.index(c), keys, at.start, c, LAYOUTS, CONFIG)
+            copy_keys(buffers.ring[c], keys, at.start, c, LAYOUTS, CONFIG)
             async_copy.commit_group()
     for n in range(count):
         at = visit(blocks, first, n, num_masked, params, N)
@@ -160,7 +175,7 @@ def walk(
         exists = position < keys.end
         qk = gl.full([rows.shape[0], N], 0.0, gl.float32, LAYOUTS.pairs)
         for c in gl.static_range(OF_K):
-            chunk = next_chunk(buffers.ring, keys, at, then, n, more, c, LAYOUTS, CONFIG)
+            chunk = next_chunk(buffers.ring, keys, at, then, more, c, LAYOUTS, CONFIG)
             qk = multiply(qk, buffers.q.index(c), chunk.permute((1, 0)), steps_of(c, D))
         s = scores.forward(qk, params, info, rows, position, exists, False)
         t = shown(s.t, at, bounds, params, info, rows, position, exists, CONFIG)
@@ -170,31 +185,34 @@ def walk(
         sums = ()
         left = ()
         for c in gl.static_range(OF_V):
-            chunk = next_chunk(buffers.ring, keys, at, then, n, more, OF_K + c, LAYOUTS, CONFIG)
+            chunk = next_chunk(buffers.ring, keys, at, then, more, OF_K + c, LAYOUTS, CONFIG)
             if c == 0:
                 left = fragments(buffers.p, LEFT)
             values = chunk.slice(0, columns_of(c, DV), dim=1)
             sums = sums + (add_weighted(state.acc[c] * alpha[:, None], left, values),)  # noqa: RUF005
+        for c in gl.static_range(OF_K + OF_V, num_steps(D, DV, CONFIG.STAGES)):
+            next_chunk(buffers.ring, keys, at, then, more, c, LAYOUTS, CONFIG)
         state = RowState(m, total, sums)
     return state
 
 
 @gluon.jit
 def next_chunk(
-    ring, keys, at, then, n, more, CHUNK: gl.constexpr, LAYOUTS: gl.constexpr, CONFIG: gl.constexpr
+    ring, keys, at, then, more, CHUNK: gl.constexpr, LAYOUTS: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
     """Wait for a chunk of a block's keys or values; begin to load one into the slot that is read no more."""
-    ALL: gl.constexpr = num_chunks(CONFIG.HEAD_DIM) + num_chunks(CONFIG.HEAD_DIM_V)
+    D: gl.constexpr = CONFIG.HEAD_DIM
+    DV: gl.constexpr = CONFIG.HEAD_DIM_V
+    ALL: gl.constexpr = num_steps(D, DV, CONFIG.STAGES)
     AHEAD: gl.constexpr = CHUNK + CONFIG.STAGES - 1
-    number = n * ALL + CHUNK
     async_copy.wait_group(CONFIG.STAGES - 2)
-    free = ring.index((number + CONFIG.STAGES - 1) % CONFIG.STAGES)
+    free = ring[AHEAD % CONFIG.STAGES]
     if AHEAD < ALL:
         copy_keys(free, keys, at.start, AHEAD, LAYOUTS, CONFIG)
     elif more:
         copy_keys(free, keys, then.start, AHEAD - ALL, LAYOUTS, CONFIG)
     async_copy.commit_group()
-    return ring.index(number % CONFIG.STAGES)
+    return ring[CHUNK % CONFIG.STAGES]
 
 
 @gluon.jit
@@ -205,7 +223,7 @@ def copy_keys(slot, keys, start, CHUNK: gl.constexpr, LAYOUTS: gl.constexpr, CON
     OF_K: gl.constexpr = num_chunks(D)
     if CHUNK < OF_K:
         copy_chunk(slot, keys.k, start, keys.end, CHUNK, D, LAYOUTS)
-    else:
+    elif CHUNK < OF_K + num_chunks(DV):
         copy_chunk(slot, keys.v, start, keys.end, CHUNK - OF_K, DV, LAYOUTS)
 
 
