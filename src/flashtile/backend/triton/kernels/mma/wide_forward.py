@@ -221,9 +221,10 @@ def copy_keys(slot, keys, start, CHUNK: gl.constexpr, LAYOUTS: gl.constexpr, CON
     D: gl.constexpr = CONFIG.HEAD_DIM
     DV: gl.constexpr = CONFIG.HEAD_DIM_V
     OF_K: gl.constexpr = num_chunks(D)
+    ALL: gl.constexpr = OF_K + num_chunks(DV)
     if CHUNK < OF_K:
         copy_chunk(slot, keys.k, start, keys.end, CHUNK, D, LAYOUTS)
-    elif CHUNK < OF_K + num_chunks(DV):
+    elif CHUNK < ALL:
         copy_chunk(slot, keys.v, start, keys.end, CHUNK - OF_K, DV, LAYOUTS)
 
 
