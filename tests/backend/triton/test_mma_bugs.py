@@ -9,7 +9,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from gluon_emulation.machine import EmulationError
 from gluon_emulation.mma_backend import copy_with_mistake
-from mma_cases import BOTH, SMALL, SMALL_TWO, WIDE_FORWARD, WIDE_TILES, made, wide, wrong
+from mma_cases import BOTH, SMALL, SMALL_TWO, WIDE_BOTH, WIDE_TILES, made, wide, wrong
 
 from flashtile.backend.triton.tile_config import TileConfig
 
@@ -94,7 +94,7 @@ def test_bug_is_caught(bug: Bug, tmp_path: Path) -> None:
     folder = tmp_path / f"bug{BUGS.index(bug)}"
     copy_with_mistake(folder, bug.file, bug.name, bug.old, bug.new)
     try:
-        case, kernels = (wide(bug.problem), WIDE_FORWARD) if bug.wide else (made(bug.problem), BOTH)
+        case, kernels = (wide(bug.problem), WIDE_BOTH) if bug.wide else (made(bug.problem), BOTH)
         found = wrong(case, bug.tile, folder=folder, kernels=kernels)
     except EmulationError:
         return

@@ -20,6 +20,7 @@ from mma_cases import (
     SMALL_TWO,
     TILES,
     WIDE,
+    WIDE_BOTH,
     WIDE_FORWARD,
     WIDE_TILES,
     dense,
@@ -49,7 +50,7 @@ def test_results_are_within_the_bound(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*WIDE, "packed"])
 def test_wide_heads(name: str) -> None:
-    assert wrong(wide(name), WIDE_TILES[len(name) % len(WIDE_TILES)], kernels=WIDE_FORWARD) == []
+    assert wrong(wide(name), WIDE_TILES[len(name) % len(WIDE_TILES)], kernels=WIDE_BOTH) == []
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 5])
@@ -62,7 +63,7 @@ def test_slots_of_chunks(stages: int) -> None:
 def test_lists_of_blocks_of_wide_heads() -> None:
     case = dense(45, 50, head_dim=264, mask=MaskFunction(documents, (IDS,)))
     with mock.patch.object(block_lists, "LEAST_PAIRS", 0):
-        assert wrong(replace(case, forward_only=True), WIDE_TILES[0], kernels=WIDE_FORWARD) == []
+        assert wrong(case, WIDE_TILES[0], kernels=WIDE_BOTH) == []
 
 
 def test_rows_whose_scores_are_all_low() -> None:

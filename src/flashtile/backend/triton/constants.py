@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 MAX_HEAD_DIM = 512
 MAX_LATENT_DIM = 576  # where values are the first 512 columns of k
-MOST_MMA = 256  # features of all kernels of `kernels.mma` but the one of wide heads
-WIDE_COLUMNS = 128  # of a chunk of keys or values in that one
+MOST_MMA = 256  # features of `kernels.mma.forward`, above which `wide_forward` takes its place
+WIDE_COLUMNS = 128  # of a chunk of keys or values there
 TRANSPOSED_ROWS = 8  # rows of a tile, if whole groups of query heads fit
 
 
