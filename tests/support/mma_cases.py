@@ -76,7 +76,7 @@ TABLES = (1 + 0.2 * randn(2), randn(2, 17))
 MODIFIED = ScoreFunction(tempered_table, TABLES)
 BY_HEAD = MaskFunction(allowed_distances, (randn(2, 17) < 0.6,))
 INFINITE = torch.tensor([INF, -INF, NAN, 0.0, 1.0]).repeat(4)[:, None] * torch.tensor([1.0, 0.0, 1.0]).repeat(13)[:37]
-CASES: dict[str, Callable[[], Case]] = {
+CASES: dict[str, Callable[..., Case]] = {
     "plain": dense,
     "bfloat16, whole tiles": partial(dense, 32, 32, dtype=torch.bfloat16),
     "causal": partial(dense, causal=True),
