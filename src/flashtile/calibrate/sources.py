@@ -9,6 +9,7 @@ from ..backend.gpu.chips import MMA_SYNC
 
 PACKAGE = Path(__file__).parents[1]
 FOLDERS = {"mma": "triton"}
+WIDE = "wide "  # passes of heads of more than 256 features, where a kind has kernels of their own
 KERNELS: dict[tuple[str, str], tuple[str, ...]] = {  # files that kernels are defined in, by kind and pass
     ("hopper", "forward"): ("forward/forward", "combine", "float32/forward"),
     ("hopper", "backward"): ("backward/fused", "dq/dq", "dkdv/dkdv", "preprocess", "postprocess", "add_splits"),
@@ -19,6 +20,7 @@ KERNELS: dict[tuple[str, str], tuple[str, ...]] = {  # files that kernels are de
     ("cpu", "forward"): ("forward", "decode", "tile_forward"),
     ("cpu", "backward"): ("backward",),
     ("mma", "forward"): ("mma/forward",),
+    ("mma", "wide forward"): ("mma/wide_forward",),
     ("mma", "backward"): ("mma/backward", "mma/from_sums"),
     ("mma", "tangents"): ("mma/tangents",),
 }
@@ -28,7 +30,7 @@ KERNELS: dict[tuple[str, str], tuple[str, ...]] = {  # files that kernels are de
 def digest(kind: str, of_pass: str) -> str:
     """Of all files that a pass's kernels are made from."""
     folder, files = PACKAGE / "backend" / FOLDERS.get(kind, kind) / "kernels", set[Path]()
-    for name in KERNELS[kind, of_pass]:
+    for name in KERNELS.get((kind, of_pass), KERNELS[kind, of_pass.removeprefix(WIDE)]):
         collect(folder / f"{name}.py", files)
     text = b"".join(file.read_bytes() for file in sorted(files))
     return hashlib.sha256(text).hexdigest()[:16]

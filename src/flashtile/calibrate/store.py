@@ -6,8 +6,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..backend.triton.constants import MOST_MMA
 from ..bench.cell import Cell
-from .sources import digest
+from .sources import WIDE, digest
 
 
 class Row(NamedTuple):
@@ -41,7 +42,8 @@ def sources_of(cell: Cell, kinds: Iterable[str]) -> dict[str, str]:
 
 
 def pass_of(cell: Cell) -> str:
-    return "backward" if cell.differentiates else "tangents" if cell.moves else "forward"
+    name = "backward" if cell.differentiates else "tangents" if cell.moves else "forward"
+    return WIDE + name if max(cell.head_dim, cell.width_v) > MOST_MMA else name
 
 
 def read(path: Path) -> Iterator[Row]:

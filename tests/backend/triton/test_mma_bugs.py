@@ -9,7 +9,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from gluon_emulation.machine import EmulationError
 from gluon_emulation.mma_backend import copy_with_mistake
-from mma_cases import SMALL, SMALL_TWO, made, wrong
+from mma_cases import BOTH, SMALL, SMALL_TWO, WIDE_BOTH, WIDE_TILES, made, wide, wrong
 
 from flashtile.backend.triton.tile_config import TileConfig
 
@@ -25,9 +25,11 @@ class Bug(NamedTuple):
     new: str
     problem: str = "causal"
     tile: TileConfig = SMALL_TWO
+    wide: bool = False  # of the forward kernel of wide heads
 
 
 FORWARD, BACKWARD, TILING, FROM_SUMS = (f"kernels/mma/{x}.py" for x in ("forward", "backward", "tiles", "from_sums"))
+WIDE, (FOUR, THREE, _) = "kernels/mma/wide_forward.py", WIDE_TILES
 WAIT = "async_copy.wait_group"
 COPY_K = "            if n + 1 < count:\n                copy_rows(buffers.k.index(1"
 COPY_V = "            if n + 1 < count:\n                copy_rows(buffers.v"
@@ -66,6 +68,24 @@ BUGS = (
     Bug("sink lost", FORWARD, "m = gl.maximum(m, sink)", "m = m * 0 + sink", "sinks"),
     Bug("statistics of natural scores", BACKWARD, "(2 * row if CONFIG.NATURAL else row)", "row", "bias"),
     Bug("features past the last one", TILING, OF_COPY + FEATURES, OF_COPY + "\n    begin_copy", "head dim 24"),
+    *(
+        Bug(f"wide heads: {name}", WIDE, old, new, problem, tile, wide=True)
+        for name, old, new, problem, tile in (
+            ("no wait for chunks", f"    {WAIT}(CONFIG.STAGES - 2)\n", "", "causal", FOUR),
+            ("a wait for fewer chunks", f"{WAIT}(CONFIG.STAGES - 2)", f"{WAIT}(CONFIG.STAGES - 1)", "causal", FOUR),
+            ("a slot that is still read", "free = ring[AHEAD %", "free = ring[CHUNK %", "bias", FOUR),
+            ("first chunk of q", "buffers.q.index(c), chunk", "buffers.q.index(0), chunk", "causal", FOUR),
+            ("first chunk of sums", "state.acc[c] * alpha", "state.acc[0] * alpha", "causal", FOUR),
+            ("sums not rescaled", "state.acc[c] * alpha[:, None]", "state.acc[c]", "causal", FOUR),
+            ("more steps than slots", "// STAGES) * STAGES", "// STAGES) * STAGES + 1", "causal", THREE),
+            ("keys that do not exist", f"slot, pointers, mask={OF_COPY}", "slot, pointers, mask=row[:, None] >= 0",
+             "bias", FOUR),
+            ("features past the last", f"slot, pointers, mask={OF_COPY} & (d < D.WIDTH)[None, :]",
+             f"slot, pointers, mask={OF_COPY}", "softcap", FOUR),
+            ("q in flight at the end", f"        {WAIT}(0)  # rows", "        # rows", "no keys", FOUR),
+            ("the same block again", "keys, then.start", "keys, at.start", "bias", FOUR),
+        )
+    ),
 )  # fmt: skip
 
 
@@ -74,7 +94,8 @@ def test_bug_is_caught(bug: Bug, tmp_path: Path) -> None:
     folder = tmp_path / f"bug{BUGS.index(bug)}"
     copy_with_mistake(folder, bug.file, bug.name, bug.old, bug.new)
     try:
-        found = wrong(made(bug.problem), bug.tile, folder=folder)
+        case, kernels = (wide(bug.problem), WIDE_BOTH) if bug.wide else (made(bug.problem), BOTH)
+        found = wrong(case, bug.tile, folder=folder, kernels=kernels)
     except EmulationError:
         return
     assert found != []

@@ -12,7 +12,23 @@ pytest.importorskip("triton.experimental.gluon")
 
 from gluon_emulation.mma_backend import emulated
 from listed_masks import documents, earlier
-from mma_cases import BOTH, CASES, LARGE, SMALL, SMALL_TWO, TILES, dense, made, tile_of, wrong
+from mma_cases import (
+    BOTH,
+    CASES,
+    LARGE,
+    SMALL,
+    SMALL_TWO,
+    TILES,
+    WIDE,
+    WIDE_BOTH,
+    WIDE_FORWARD,
+    WIDE_TILES,
+    dense,
+    made,
+    tile_of,
+    wide,
+    wrong,
+)
 
 import flashtile
 from flashtile.backend.gpu import block_lists
@@ -30,6 +46,24 @@ IDS = torch.repeat_interleave(torch.arange(5), torch.tensor([9, 17, 2, 20, 3]))
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_within_the_bound(name: str) -> None:
     assert wrong(made(name), TILES[sum(name.encode()) % len(TILES)]) == []
+
+
+@pytest.mark.parametrize("name", [*WIDE, "packed"])
+def test_wide_heads(name: str) -> None:
+    assert wrong(wide(name), WIDE_TILES[len(name) % len(WIDE_TILES)], kernels=WIDE_BOTH) == []
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 5])
+def test_slots_of_chunks(stages: int) -> None:
+    """Chunks of six blocks, which no number of slots divides but two and three."""
+    case = replace(dense(20, 90, head_dim=296, head_dim_v=384, causal=True), forward_only=True)
+    assert wrong(case, tile_of(16, 16, stages)._replace(one_loop=None), kernels=WIDE_FORWARD) == []
+
+
+def test_lists_of_blocks_of_wide_heads() -> None:
+    case = dense(45, 50, head_dim=264, mask=MaskFunction(documents, (IDS,)))
+    with mock.patch.object(block_lists, "LEAST_PAIRS", 0):
+        assert wrong(case, WIDE_TILES[0], kernels=WIDE_BOTH) == []
 
 
 def test_rows_whose_scores_are_all_low() -> None:

@@ -16,7 +16,12 @@ from flashtile.backend.gpu.chips import SHARED_MEMORY
 
 @pytest.mark.parametrize(
     ("feature", "head_dim", "arch", "kernel"),
-    [(PLAIN, 64, "sm_80", "backward"), (PLAIN, 128, "sm_89", "forward"), ("score_mod", 64, "sm_120", "forward")],
+    [
+        (PLAIN, 64, "sm_80", "backward"),
+        (PLAIN, 128, "sm_89", "forward"),
+        (PLAIN, 512, "sm_80", "wide_forward"),
+        ("score_mod", 64, "sm_120", "forward"),
+    ],
 )
 def test_compiles_within_the_chip(feature: str, head_dim: int, arch: str, kernel: str) -> None:
     with mock.patch.object(block_lists, "LEAST_PAIRS", 0):

@@ -41,6 +41,20 @@ def test_a_feature_of_pairs_has_the_smaller_tiles_alone() -> None:
         assert len({(x.dkdv, x.dq) for x in tiles(problem(**changes), needs=QKV)}) == 1
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_120"])
+@pytest.mark.parametrize("widths", [(512, 512), (320, 320), (264, 512), (512, 64)])
+def test_mma_sync_has_kernels_of_wide_heads(arch: str, widths: tuple[int, int]) -> None:
+    device = A100._replace(arch=arch)
+    given = problem(head_dim=widths[0], head_dim_v=widths[1])
+    found = {x.forward for x in tiles(given, device) if x.forward.mma}
+    assert found
+    assert all(fits(given, device, x, "forward") for x in found)
+    loops = {x.one_loop for x in tiles(given, device, QKV)} - {None}
+    assert loops
+    assert all(fits(given, device, x, "one loop") for x in loops)
+    assert not any(x.tangents and x.tangents.mma for x, _ in candidates.tangents(given, device))
+
+
 def test_other_chips_have_one_tile() -> None:
     for arch in ("sm_100", "gfx942"):
         for needs in (None, QKV):

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 MAX_HEAD_DIM = 512
 MAX_LATENT_DIM = 576  # where values are the first 512 columns of k
+MOST_MMA = 256  # features of `kernels.mma.forward`, above which `wide_forward` takes its place
+WIDE_COLUMNS = 128  # columns of a chunk of keys or values in `wide_forward`
 TRANSPOSED_ROWS = 8  # rows of a tile, if whole groups of query heads fit
 
 
@@ -75,3 +77,9 @@ class AppendConstants:
     KEY_FORMAT: str = ""  # format of a cache of 8 bits
     K_SCALES: str = ""  # "token" if scales are computed and stored, "given" if they are read
     V_SCALES: str = ""
+
+
+def wide_forward_bytes(head_dim: int, block_m: int, block_n: int, slots: int) -> int:
+    """Shared memory that `kernels.mma.wide_forward` allocates: queries, slots for chunks, and probabilities."""
+    chunks = -(-head_dim // WIDE_COLUMNS)
+    return 2 * ((chunks * block_m + slots * block_n) * WIDE_COLUMNS + block_m * block_n)

@@ -14,7 +14,7 @@ from ...gpu.pairs import with_aligned_bias, with_contiguous_keys
 from ...gpu.replay import Recorder
 from ...replays import Results
 from ...scalars import lse_strides, rows_last, splits_of, strides
-from ..constants import TRANSPOSED_ROWS
+from ..constants import MOST_MMA, TRANSPOSED_ROWS
 from . import KERNELS, eight_bit, products
 from . import arguments as args
 from .called import called_tile
@@ -25,6 +25,8 @@ from .semaphores import new_semaphores
 FORWARD, FORWARD_MMA = (Kernel(f"{KERNELS}.{name}", "forward_kernel") for name in ("forward", "mma.forward"))
 DECODE = Kernel(f"{KERNELS}.decode", "decode_kernel")
 LATENT = Kernel(f"{KERNELS}.latent", "latent_kernel")
+WIDE_MMA = Kernel(f"{KERNELS}.mma.wide_forward", "wide_forward_kernel")
+MMA_KERNELS = {False: FORWARD_MMA, True: WIDE_MMA}
 ALIGNED_FROM = 64  # rows and keys above which copying a bias with unaligned rows pays
 
 
@@ -53,7 +55,9 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bo
     if config.mma and not all(args.is_aligned(x) for x in (q, k, v, out)):
         assert plan.tile.given_splits is not None
         config = plan.tile.given_splits
-    kernel = FORWARD_MMA if config.mma else DECODE if part_keys else LATENT if args.reads_words(call) else FORWARD
+    kernel = DECODE if part_keys else LATENT if args.reads_words(call) else FORWARD
+    if config.mma:
+        kernel = MMA_KERNELS[max(q.shape[-1], v.shape[-1]) > MOST_MMA]
     splits = splits_of(call, plan.num_splits, config.block_n)
     align, key_align = args.alignment([q, k, v, out]), None
     if k.dtype.itemsize == 1:
@@ -109,7 +113,7 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bo
             **dealt,
             **turns,
             **({} if config.mma else eight_bit.scale_strides(eight_bit.descales(t))),
-            **({} if kernel in (FORWARD_MMA, LATENT) else eight_bit.row_scale_strides(call)),
+            **({} if kernel in (FORWARD_MMA, WIDE_MMA, LATENT) else eight_bit.row_scale_strides(call)),
             "num_tiles": tiles,
         },
     )

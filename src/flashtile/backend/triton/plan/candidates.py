@@ -12,7 +12,7 @@ from ....call.problem import Problem, power_of_two
 from ...gpu.chips import MMA_SYNC, memory_of
 from ...gpu.decoding import is_decoding
 from ...gpu.waves import splits_that_fill
-from ..constants import MAX_HEAD_DIM
+from ..constants import MAX_HEAD_DIM, MOST_MMA
 from ..tile_config import BlockedSecond, FusedConfig, KernelConfig, TileConfig, WidthConfigs
 from . import few_rows, tables
 from .cost import fits, programs_of_core
@@ -172,9 +172,8 @@ def backward(problem: Problem, device: Device) -> Iterator[TileConfig]:
         for dkdv in more(row.dkdv, "dkdv", p, device):
             for dq in more(row.dq, "dq", p, device):
                 yield plain._replace(dkdv=dkdv, dq=dq)
-    if not p.deterministic:
-        for loop in mma_tiles("one loop", p, device):
-            yield plain._replace(one_loop=loop)
+    for loop in mma_tiles("one loop", p, device) if not p.deterministic else ():
+        yield plain._replace(one_loop=loop)
     half = p.dtype is not torch.float32 and not misaligned(p, device)
     if half and p.layout in ("dense", "varlen") and p.num_heads_q == p.num_heads_kv and not p.seqused_q:
         for fused in (*one_tile(p, device), *(walks(p, device) if p.layout == "dense" else ())):
@@ -204,9 +203,9 @@ def more(tile: KernelConfig, kernel: str, problem: Problem, device: Device) -> l
 
 
 def mma_tiles(kernel: str, problem: Problem, device: Device) -> list[KernelConfig]:
-    """The tiles of a kernel of `kernels.mma` that a chip has the shared memory for."""
+    """The tiles of a kernel of `kernels.mma` that a chip has the shared memory for; of wide heads the largest one."""
     found = fitting(f"mma {kernel}", "mma.sync", problem) if takes_mma(problem, device) else ()
-    return [tile for tile in found if fits(problem, device, tile, kernel)]
+    return [x for x in found if fits(problem, device, x, kernel)][: 1 if width_of(problem) > MOST_MMA else None]
 
 
 def fitting(kernel: str, chips: str, problem: Problem) -> tuple[KernelConfig, ...]:

@@ -10,7 +10,7 @@ from ...gpu.block_lists import LEAST_PAIRS
 from ...gpu.chips import memory_of
 from ...gpu.cost import Cost, Counts, add_work, memory, of_group, rows_bytes, shared, shown
 from ...gpu.waves import Head, Tile, busiest
-from ..constants import TRANSPOSED_ROWS
+from ..constants import MOST_MMA, TRANSPOSED_ROWS, wide_forward_bytes
 from ..tile_config import BlockedSecond, FusedConfig, KernelConfig, TileConfig
 from . import tables
 
@@ -70,6 +70,8 @@ def shared_bytes(problem: Problem, tile: KernelConfig, kernel: str) -> int:
     if kernel == "tangents":  # warps that divide columns share probabilities
         pairs = tile.block_m * tile.block_n if 16 * tile.num_warps > tile.block_m else 0
         return 4 * (tile.block_m * width + tile.block_n * (width + width_v) + pairs)
+    if kernel == "forward" and max(width, width_v) > MOST_MMA:
+        return wide_forward_bytes(p.head_dim, tile.block_m, tile.block_n, tile.num_stages)
     if kernel == "forward":
         return 2 * (tile.block_m * width + tile.num_stages * tile.block_n * (width + width_v))
     rows = tile.num_stages * tile.block_m * (width + width_v + STATISTICS)

@@ -10,7 +10,6 @@ from ...gpu.chips import MMA_SYNC, memory_of
 MOST_SHARED_MEMORY = 227  # KB of the chips whose configurations we measured
 ROOM = 163  # KiB for several blocks of keys
 MIN_COPY_BYTES, MOST_COPY_BYTES = 4, 16  # bytes of an asynchronous copy
-MOST_MMA = 256  # features of `kernels.mma`
 
 
 def width_of(problem: Problem) -> int:
@@ -60,4 +59,4 @@ def takes_mma(problem: Problem, device: Device) -> bool:
     p = problem
     whole = p.alignment == MOST_COPY_BYTES and p.head_dim % 8 == 0 and p.head_dim_v % 8 == 0
     known = device.type == "cuda" and device.arch in MMA_SYNC and p.dtype is not torch.float32
-    return known and whole and p.pages is None and not p.dropout and width_of(p) <= MOST_MMA
+    return known and whole and p.pages is None and not p.dropout

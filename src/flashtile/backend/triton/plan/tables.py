@@ -87,11 +87,13 @@ MORE: dict[tuple[str, str], Table] = {
     ("dkdv", "mma.sync"): table((64, 32, 128, 4, 3), (128, 32, 128, 8, 3)),
     ("dq", "mma.sync"): table((64, 128, 32, 4, 3), (128, 128, 32, 4, 2), (256, 64, 32, 4, 1)),
     ("mma forward", "mma.sync"): table(
-        (128, 128, 64, 4, 1), (128, 128, 128, 8, 1), (128, 64, 64, 4, 1), (256, 64, 64, 4, 1), mma=True
+        (128, 128, 64, 4, 1), (128, 128, 128, 8, 1), (128, 64, 64, 4, 1), (256, 64, 64, 4, 1),
+        (512, 64, 64, 8, 4), (512, 64, 32, 8, 3), mma=True,
     ),
     ("mma one loop", "mma.sync"): table(
         (64, 32, 128, 4, 2), (64, 64, 64, 4, 2), (128, 64, 128, 8, 1), (128, 32, 128, 8, 2), (128, 32, 128, 8, 1),
-        (128, 64, 64, 4, 1), (256, 64, 64, 8, 1), (256, 16, 64, 8, 1), mma=True,
+        (128, 64, 64, 4, 1), (256, 64, 64, 8, 1), (256, 16, 64, 8, 1), (512, 32, 32, 8, 1), (512, 16, 32, 8, 1),
+        mma=True,
     ),
     ("mma tangents", "mma.sync"): table(
         (64, 64, 64, 4, 1), (64, 128, 128, 8, 1), (128, 128, 64, 8, 1), (128, 64, 32, 4, 1), (256, 64, 32, 8, 1),
@@ -117,8 +119,7 @@ MORE: dict[tuple[str, str], Table] = {
         (64, 64, 64, 4, 2), (128, 32, 128, 8, 1), (128, 64, 32, 4, 1), (256, 32, 32, 4, 1), (512, 16, 16, 4, 1)
     ),
 }  # fmt: skip
-# Of wide heads: weights of pairs in memory, and their products (`launch.second_blocks`).
-# Chosen by ptxas, so that loops spill nothing in 16 bits.
+# Of wide heads: weights of pairs in memory, and their products (`launch.second_blocks`), by ptxas without spills.
 BLOCKED = {
     "half": BlockedSecond(
         KernelConfig(64, 64, 4, 2), KernelConfig(128, 64, 8, 3), KernelConfig(64, 128, 8, 3), columns=128, unit=128

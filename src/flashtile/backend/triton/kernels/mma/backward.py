@@ -72,7 +72,7 @@ def backward_kernel(
     DV: gl.constexpr = CONFIG.HEAD_DIM_V
     WARPS: gl.constexpr = CONFIG.NUM_WARPS
     STAGES: gl.constexpr = CONFIG.STAGES
-    LAYOUTS: gl.constexpr = layouts_of(min(WARPS, 4), min(WARPS, 4, M // 16), D, WARPS)
+    LAYOUTS: gl.constexpr = layouts_of(min(WARPS, 4, N // 16), min(WARPS, 4, M // 16), D, WARPS)
     PAIRS: gl.constexpr = LAYOUTS.pairs
     dtype: gl.constexpr = k.data.dtype.element_ty
     lengths = params.lengths

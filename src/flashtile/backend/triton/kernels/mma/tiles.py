@@ -42,7 +42,7 @@ class Layouts:
 @constexpr_function
 def layouts_of(down, of_rows, D, WARPS):
     """Products of pairs with so many warps below each other, and those of sums of rows with `of_rows`."""
-    across = padded(D) // 8  # threads that copy a row, 16 bytes each
+    across = min(32, padded(D) // 8)  # threads that copy a row, 16 bytes each
     return Layouts(
         products_layout(down, WARPS),
         products_layout(of_rows, WARPS),
