@@ -71,7 +71,7 @@ def test_files_of_another_user(cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_was_not_used_for_longest_goes_first(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_files, "LIMIT", 250)
+    monkeypatch.setattr(user_files, "LIMIT", 260)
     for age, name in enumerate("dcba"):
         path = user_files.write(bytes(80), "cpu" if name < "c" else "self-checks", name)
         used = time.time() - 10 * user_files.USE_IS_NOTED * (4 - age)
@@ -82,6 +82,21 @@ def test_what_was_not_used_for_longest_goes_first(cache: Path, monkeypatch: pyte
     assert [x.path.name for x in user_files.entries()] == ["a", "c", "e"]
     assert [x.path.name for x in user_files.trim(100)] == ["a", "c"]
     assert [(x.kind, x.size) for x in user_files.entries()] == [("cpu", 80)]
+
+
+def test_files_are_listed_rarely(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of many files takes longer than to write one; the limit holds all the same."""
+    monkeypatch.setattr(user_files, "LIMIT", 10_000)
+    listed: list[int] = []
+    entries = user_files.entries
+    monkeypatch.setattr(user_files, "entries", lambda: listed.append(1) or entries())
+    for n in range(60):
+        user_files.write(bytes(10), "cpu", f"{n}.o")
+    assert len(listed) == 1
+    for n in range(4):
+        user_files.write(bytes(2800), "cpu", f"large {n}.o")
+        assert sum(x.size for x in entries()) <= 10_000
+    assert sum(x.size for x in entries()) <= 9_375  # with room for the next ones
 
 
 def test_a_folder_that_is_only_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,8 @@
 
 Each kind has a folder of its own below `directory()`: `cpu` has machine code of CPU kernels, `self-checks` answers
 about GPU kernels (`dispatch.self_check`), and `triton` locks of GPU kernels, whose code is in Triton's cache. Together
-they take at most `LIMIT` bytes: each write removes what has not been used for longest. A file's time of modification is
-when it was last used, within `USE_IS_NOTED` seconds.
+they take at most `LIMIT` bytes: writes remove what has not been used for longest. A file's time of modification is when
+it was last used, within `USE_IS_NOTED` seconds.
 
 Machine code is among them, so a file counts only if nobody else could have written it: it and its folders belong to
 this user or to root, and neither their group nor others may write. On Windows the access lists of the user's profile
@@ -35,11 +35,13 @@ CACHE_VARIABLE = "FLASHTILE_CACHE_DIR"
 BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 PRIVATE = 0o700
 LIMIT = 10**9  # bytes
+SHARE = 16  # a process writes this part of the bytes that are free before it lists the files again: others write, too
 USE_IS_NOTED = 3600.0  # seconds
 LOCK = ".lock"  # ends the names of locks
 LONGEST_WAIT = 20.0  # seconds, for another process
 PAUSE = 0.01
 _held: set[Path] = set()  # locks that this process has
+_room: dict[Path, int] = {}  # bytes that this process may write before it lists the files of a cache
 
 
 def directory() -> Path:
@@ -95,8 +97,22 @@ def write(content: bytes, *names: str) -> Path:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-    trim(LIMIT)
+    keep_limit(len(content))
     return path
+
+
+def keep_limit(written: int) -> None:
+    """Remove what has not been used for longest if the files may take more than `LIMIT` bytes. To list them takes 13 us
+    a file, so not every write does it, and a full cache gets some room at once.
+    """
+    root = directory()
+    room = _room.get(root, 0) - written
+    if room < 0:
+        total = sum(x.size for x in entries())
+        if total > LIMIT:
+            total -= sum(x.size for x in trim(LIMIT - LIMIT // SHARE))
+        room = (LIMIT - total) // SHARE
+    _room[root] = room
 
 
 def private_place(*names: str) -> Path:

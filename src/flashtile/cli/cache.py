@@ -32,7 +32,7 @@ def run(*, limit: int | None, clear: bool, as_json: bool) -> None:
     """Show the folder of compiled kernels, limit it or empty it.
 
     It has the machine code of CPU kernels, and answers about GPU kernels. Whatever is removed is made again when it is
-    needed. Without this command it stays below 1 GB: each new file removes those that were not used for longest.
+    needed. Without this command it stays below 1 GB: new files replace those that were not used for longest.
     FLASHTILE_CACHE_DIR names another folder. The code of GPU kernels is in Triton's own cache, which stays as it is
     (TRITON_CACHE_DIR).
     """

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from .case import Case
 from .oracle import Expected, solve
+from .oracle.sums import all_finite
 
 UNMATCHED = math.inf
 
@@ -107,6 +108,16 @@ def worst(actual: Tensor, expected: Expected, dtype: torch.dtype, name: str = ""
     error = (got - want).abs()
     ratio = torch.where(error == 0, 0.0, error / limit).nan_to_num(nan=UNMATCHED, posinf=UNMATCHED)
 
+    if not all(map(all_finite, (got, want, limit))):
+        ratio = with_special_values(ratio, got, limit, expected, name)
+    flat = int(ratio.argmax())
+    index = tuple(int(n) for n in torch.unravel_index(torch.tensor(flat), want.shape))
+    return Deviation(name, float(ratio[index]), index, float(got[index]), float(want[index]), float(limit[index]))
+
+
+def with_special_values(ratio: Tensor, got: Tensor, limit: Tensor, expected: Expected, name: str) -> Tensor:
+    """The ratios of `got` where it, the reference or the bound has NaN or infinities."""
+    want = expected.reference
     # Where the reference is finite the bound has to be, also if the result happens to be right.
     ratio = torch.where(want.isfinite() & ~limit.isfinite(), UNMATCHED, ratio)
     # A finite reference beyond the result's range may come out as that infinity.
@@ -119,11 +130,7 @@ def worst(actual: Tensor, expected: Expected, dtype: torch.dtype, name: str = ""
         if name not in ("out", "lse"):  # whether a NaN reaches a gradient may depend on how tiles fall
             same_special |= expected.loose & ~want.isfinite()
     ratio = torch.where(want.isfinite() | same_special, ratio, UNMATCHED)
-    ratio = torch.where(same_special, 0.0, ratio)
-
-    flat = int(ratio.argmax())
-    index = tuple(int(n) for n in torch.unravel_index(torch.tensor(flat), want.shape))
-    return Deviation(name, float(ratio[index]), index, float(got[index]), float(want[index]), float(limit[index]))
+    return torch.where(same_special, 0.0, ratio)
 
 
 def compare(
