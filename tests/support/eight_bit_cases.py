@@ -15,7 +15,7 @@ from flashtile.testing.case import Case, MaskFunction
 
 FP8 = torch.float8_e4m3fn
 ROUNDING = 2.0**-4  # of p, relative; another one of p's sum
-LOST = 128 * 2.0**-10 / 2.0**3  # of a block: half of the smallest number for each key, of p that is 2 ** 3 at most
+LOST = 128 * 2.0**-10 / 2.0  # of a block: half of the smallest number for each key, of p that is 2 at least
 
 
 def call_of(
