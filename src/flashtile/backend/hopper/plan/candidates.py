@@ -19,7 +19,17 @@ from ...gpu.waves import splits_that_fill
 from ..backward_config import DkdvConfig, FusedBackwardConfig, SplitBackwardConfig
 from ..tile_config import Float32Forward, ForwardConfig, LatentForward, TangentsConfig
 from .listed import expects_lists, is_padded
-from .tables import EIGHT_BIT, FLOAT32, FORWARD, FUSED_BACKWARD, LATENT, LATENT_BYTES, SPLIT_BACKWARD, TANGENTS
+from .tables import (
+    EIGHT_BIT,
+    EIGHT_BIT_BIAS,
+    FLOAT32,
+    FORWARD,
+    FUSED_BACKWARD,
+    LATENT,
+    LATENT_BYTES,
+    SPLIT_BACKWARD,
+    TANGENTS,
+)
 from .widths import ONE_BOX, SHARED_COLUMNS, eight_bit_width, is_latent, widths
 
 NEWEST_3WG = (3, 7)  # version of Triton; with later ones, three warpgroups spill at 80 and 96 features
@@ -43,7 +53,8 @@ def forward(problem: Problem, device: Device) -> Iterator[tuple[ForwardConfig | 
         yield from ((replace(config, heads_at_once=heads), 1) for heads in forward_orders(problem))
         return
     if problem.dtype is QUERIES:
-        configs: tuple[ForwardConfig, ...] = (EIGHT_BIT[eight_bit_width(problem) or 0],)
+        of_width = EIGHT_BIT if problem.features.bias is None else EIGHT_BIT_BIAS
+        configs: tuple[ForwardConfig, ...] = (of_width[eight_bit_width(problem) or 0],)
     else:
         warpgroups, configs = warpgroups_with_room(problem, device, width), FORWARD[width]
         if problem.batch_invariant:  # blocks of one size: neither the rows of a tile nor its turn change a bit
