@@ -102,12 +102,6 @@ EIGHT_BIT = {
     128: EightBitForward(D128, D128, 64, 128, 3, 3, 160),
     256: replace(WIDE_BYTES, transpose_warps=4, transpose_registers=24, transposed_words=32),
 }
-# With a bias, whose elements take registers beside scores: others would spill 700 to 1900 bytes of a thread.
-EIGHT_BIT_BIAS = {
-    64: replace(EIGHT_BIT[64], num_warpgroups=2, consumer_registers=216),
-    128: replace(EIGHT_BIT[128], num_warpgroups=2, consumer_registers=224),
-    256: replace(EIGHT_BIT[256], block_n=64),
-}
 
 
 def float32(chunks: tuple[int, ...], forward: int, dq: int, warpgroups: int, dkdv: int) -> TileConfig:
