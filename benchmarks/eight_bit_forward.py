@@ -5,6 +5,7 @@ python benchmarks/eight_bit_forward.py --time 128,16384,full
 python benchmarks/eight_bit_forward.py --time 128,16384,full --spread 4
 python benchmarks/eight_bit_forward.py --time 128,16384,full --kernels FOLDER    # other sources of kernels/eight_bit
 python benchmarks/eight_bit_forward.py --caches 128
+python benchmarks/eight_bit_forward.py --features 128
 python benchmarks/eight_bit_forward.py --rates 128
 python benchmarks/eight_bit_forward.py --rotation 128    # without a GPU
 
@@ -321,6 +322,28 @@ def report_caches(width: int, rounds: int) -> None:
         print(json.dumps(found | {"page_size": size, "us": times}), flush=True)
 
 
+def report_features(width: int, rounds: int) -> None:
+    """Print microseconds of causal calls that change scores, 4 times 4096 tokens: in 8 bits by Hopper's kernel and by
+    Triton's, and in bfloat16 by the backend that is chosen.
+    """
+    batch, rows, heads = 4, 4096, HEADS[width]
+    wide = [torch.randn(batch, heads, rows, width, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    small = [x.to(FP8) for x in wide]
+    rate = torch.rand(heads, device="cuda")
+    features: dict[str, dict[str, Any]] = {
+        "none": {}, "softcap": {"softcap": 30.0}, "slopes": {"alibi_slopes": rate},
+        "bias": {"bias": torch.randn(1, heads, rows, rows, device="cuda", dtype=torch.bfloat16)},
+        "score_mod": {"score_mod": flashtile.ScoreMod(lambda s, b, h, i, j, rate: s - rate[h] * (i - j), (rate,))},
+    }  # fmt: skip
+    for name, more in features.items():
+        calls = {"fp8 hopper": (small, {"backend": "hopper"}), "fp8 triton": (small, {"backend": "triton"})}
+        graphs = {}
+        for title, (tensors, options) in (calls | {"bf16": (wide, {})}).items():
+            graphs[title] = graph_of(partial(flashtile.attention, *tensors, causal=True, **more, **options), 4)
+        times = {title: round(1000 * x, 1) for title, x in interleaved(graphs, 4, rounds).items()}
+        print(json.dumps({"width": width, "feature": name, "us": times}), flush=True)
+
+
 def report_rates(width: int, given: argparse.Namespace, variant: str) -> None:
     """Print the rates of a width's kernel, as `rates/` has them, that fit its times best."""
     device = describe_device(torch.device("cuda"))
@@ -354,6 +377,7 @@ def main() -> None:
     parser.add_argument("--spread", type=float, default=1.0, help="standard deviation of the scores that are timed")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--caches", action="append", type=int, default=[], help="width")
+    parser.add_argument("--features", action="append", type=int, default=[], help="width")
     parser.add_argument("--kernels", action="append", type=Path, default=[], help="folder of other kernel sources")
     parser.add_argument("--fa3-library", type=Path, help="compiled operators of FlashAttention-3")
     parser.add_argument("--set", action="append", default=[], help="fields of a configuration; timed beside each other")
@@ -371,6 +395,8 @@ def main() -> None:
         report_rotation(width)
     for width in given.caches:
         report_caches(width, given.rounds)
+    for width in given.features:
+        report_features(width, given.rounds)
     for width in given.rates:
         report_rates(width, given, variants[0])
 
