@@ -165,13 +165,23 @@ def rmse(x: Tensor, expected: Tensor) -> float:
 def flash_attention_3(
     library: Path | None, numbers: list[Tensor], scales: list[Tensor], causal: bool
 ) -> Callable[[], Tensor] | None:
-    """FlashAttention-3's call, `None` without it."""
+    """FlashAttention-3's call; `None` without it, or if it was built without kernels of 8 bits."""
     provider = FlashAttention3(library)
     if provider.unusable(numbers[0].device) is not None:
         return None
     rows = [x.transpose(1, 2).contiguous() for x in numbers]
     named = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=False))
-    return lambda: provider.operators().fwd(*rows, is_causal=causal, num_splits=1, **named)[0].transpose(1, 2)
+
+    def run() -> Tensor:
+        return provider.operators().fwd(*rows, is_causal=causal, num_splits=1, **named)[0].transpose(1, 2)
+
+    try:
+        run()
+    except RuntimeError as error:
+        if "does not support FP8" in str(error):
+            return None
+        raise
+    return run
 
 
 def report_errors(width: int, names: list[str], library: Path | None) -> None:
