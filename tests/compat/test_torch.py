@@ -242,7 +242,7 @@ def test_activated_attention_in_8_bits(calls: list[str]) -> None:
         return
     experimental = pytest.importorskip("torch.nn.attention.experimental._scaled_dot_product_attention_quantized")
     q, k, v = (randn(2, h, 9, 16, seed=h).to(torch.float8_e4m3fn) for h in (4, 2, 2))
-    scales = {f"{x}_descale": torch.rand(2, 2) + 0.5 for x in "qkv"}
+    scales: dict[str, Any] = {f"{x}_descale": torch.rand(2, 2) + 0.5 for x in "qkv"}
     with names.activate():
         run = functools.partial(experimental._scaled_dot_product_attention_quantized, q, k, v, True, 0.3)
         out, compiled = run(), torch.compile(run, fullgraph=True, backend="aot_eager")()
