@@ -3,18 +3,25 @@
 python benchmarks/eight_bit_forward.py --errors
 python benchmarks/eight_bit_forward.py --time 128,16384,full
 python benchmarks/eight_bit_forward.py --time 128,16384,full --spread 4
+python benchmarks/eight_bit_forward.py --time 128,16384,full --kernels FOLDER    # other sources of kernels/eight_bit
+python benchmarks/eight_bit_forward.py --caches 128
+python benchmarks/eight_bit_forward.py --features 128
 python benchmarks/eight_bit_forward.py --rates 128
 python benchmarks/eight_bit_forward.py --rotation 128    # without a GPU
+
+Errors and times of FlashAttention-3 appear where it is installed, or `--fa3-library FILE` names its compiled operators.
 """
 
 import argparse
-import importlib.util
+import importlib
 import json
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +30,10 @@ from torch import Tensor
 
 import flashtile
 from flashtile.api.explain import described_call
+from flashtile.backend.gpu import kernel
 from flashtile.backend.gpu.rates import PARTS
 from flashtile.backend.hopper.plan import candidates, cost, tables
+from flashtile.bench.providers.flash_attn_3 import FlashAttention3
 from flashtile.call.device import describe_device
 from flashtile.call.problem import Problem
 from flashtile.dispatch import fast_path
@@ -54,6 +63,32 @@ def forget() -> None:
     """Drop all plans and entries, but keep what they refer to."""
     KEPT.append((fast_path.table.recent, fast_path.table.older))
     fast_path.forget()
+
+
+@contextmanager
+def kernels_of(folder: Path | None) -> Iterator[None]:
+    """Kernels of 8 bits whose modules are those in this folder, as far as it has them."""
+    if folder is None:
+        yield
+        return
+    package = importlib.import_module("flashtile.backend.hopper.kernels.eight_bit")
+    kept = list(package.__path__)
+    try:
+        package.__path__[:] = [str(folder), *kept]
+        load_again(package)
+        yield
+    finally:
+        package.__path__[:] = kept
+        load_again(package)
+
+
+def load_again(package: Any) -> None:
+    """Drop all modules of a package, and what has been made of their kernels."""
+    for name in [x for x in sys.modules if x.startswith(f"{package.__name__}.")]:
+        KEPT.append(sys.modules.pop(name))
+        vars(package).pop(name.removeprefix(f"{package.__name__}."), None)
+    kernel.function_of.cache_clear()
+    forget()
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,17 +162,29 @@ def rmse(x: Tensor, expected: Tensor) -> float:
     return float((x - expected).double().square().mean().sqrt())
 
 
-def flash_attention_3(numbers: list[Tensor], scales: list[Tensor], causal: bool) -> Tensor | None:
-    """FlashAttention-3's result, if it is installed."""
-    if importlib.util.find_spec("flash_attn_interface") is None:
+def flash_attention_3(
+    library: Path | None, numbers: list[Tensor], scales: list[Tensor], causal: bool
+) -> Callable[[], Tensor] | None:
+    """FlashAttention-3's call; `None` without it, or if it was built without kernels of 8 bits."""
+    provider = FlashAttention3(library)
+    if provider.unusable(numbers[0].device) is not None:
         return None
-    flash_attn_func = importlib.import_module("flash_attn_interface").flash_attn_func
-    named = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
-    out = flash_attn_func(*(x.transpose(1, 2).contiguous() for x in numbers), causal=causal, **named)
-    return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+    rows = [x.transpose(1, 2).contiguous() for x in numbers]
+    named = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=False))
+
+    def run() -> Tensor:
+        return provider.operators().fwd(*rows, is_causal=causal, num_splits=1, **named)[0].transpose(1, 2)
+
+    try:
+        run()
+    except RuntimeError as error:
+        if "does not support FP8" in str(error):
+            return None
+        raise
+    return run
 
 
-def report_errors(width: int, names: list[str]) -> None:
+def report_errors(width: int, names: list[str], library: Path | None) -> None:
     """Print errors of 8 bits against exact attention of their numbers, and errors of 8 and of 16 bits against exact
     attention of the numbers before.
     """
@@ -154,14 +201,14 @@ def report_errors(width: int, names: list[str]) -> None:
             expected, expected_lse, sums = exact(given[0], given[1], given[2], causal, width**-0.5)
             exact_before, _, _ = exact(*before, causal, width**-0.5)
             in_16_bits = flashtile.attention(*(x.bfloat16() for x in before), causal=causal, backend="hopper")
-            other = flash_attention_3(numbers, scales, causal)
+            other = flash_attention_3(library, numbers, scales, causal)
             error = (out - expected).abs()
             of_lse = (lse - expected_lse).abs()
             print(json.dumps({
                 "width": width, "case": name, "causal": causal, "max": float(error.max()),
                 "rmse": rmse(out, expected), "of": float(expected.square().mean().sqrt()),
                 "whole rmse": rmse(out, exact_before), "bf16 rmse": rmse(in_16_bits, exact_before),
-                "flash-attention 3 rmse": None if other is None else rmse(other, exact_before),
+                "flash-attention 3 rmse": None if other is None else rmse(other(), exact_before),
                 "lse": float(of_lse.max()), "lse mean": float((lse - expected_lse).mean()), "A": float(sums.max()),
                 "lse/A": float((of_lse / sums.clamp(min=1e-6)).max()), "nan": bool(out.isnan().any()),
             }), flush=True)  # fmt: skip
@@ -203,21 +250,8 @@ def graph_of(function: Any, repeats: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def report_times(width: int, rows: int, causal: bool, rounds: int, variants: list[str], spread: float = 1.0) -> float:
-    """Print the speed of each variant and of bfloat16, of scores with this standard deviation; return the first one's
-    milliseconds.
-    """
-    heads, batch = HEADS[width], TOKENS // rows
-    q, k, v = (torch.randn(batch, heads, rows, width, device="cuda") for _ in range(3))
-    q *= spread
-    flops = 4 * batch * heads * rows * rows * width * (0.5 if causal else 1.0)
-    repeats = max(1, int(0.004 * 6e14 / flops))
-    graphs = {}
-    numbers = {dtype: [t.to(dtype) for t in (q, k, v)] for dtype in (torch.bfloat16, FP8)}  # graphs read them
-    for name in (*variants, "bf16"):
-        x = numbers[torch.bfloat16 if name == "bf16" else FP8]
-        with configured({} if name == "bf16" else json.loads(name)):
-            graphs[name] = graph_of(partial(flashtile.attention, *x, causal=causal, backend="hopper"), repeats)
+def interleaved(graphs: dict[str, torch.cuda.CUDAGraph], repeats: int, rounds: int) -> dict[str, float]:
+    """Milliseconds of a call of each graph, the median over rounds in which they take turns."""
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for n in range(rounds + 2):
         for name, graph in graphs.items():
@@ -228,19 +262,104 @@ def report_times(width: int, rows: int, causal: bool, rounds: int, variants: lis
             torch.cuda.synchronize()
             if n > 1:
                 times[name].append(start.elapsed_time(stop) / repeats)
-    medians = {name: sorted(x)[len(x) // 2] for name, x in times.items()}
+    return {name: sorted(x)[len(x) // 2] for name, x in times.items()}
+
+
+def report_times(
+    width: int, rows: int, causal: bool, given: argparse.Namespace, variants: list[str], kernels: list[Path]
+) -> float:
+    """Print the speed of each variant, of it with other kernels, of bfloat16 and of FlashAttention-3; return the first
+    one's milliseconds.
+    """
+    heads, batch = HEADS[width], TOKENS // rows
+    q, k, v = (torch.randn(batch, heads, rows, width, device="cuda") for _ in range(3))
+    q *= given.spread
+    flops = 4 * batch * heads * rows * rows * width * (0.5 if causal else 1.0)
+    repeats = max(1, int(0.004 * 6e14 / flops))
+    graphs = {}
+    numbers = {dtype: [t.to(dtype) for t in (q, k, v)] for dtype in (torch.bfloat16, FP8)}  # graphs read them
+    options: dict[str, Any] = {"causal": causal, "backend": "hopper"}
+    for name in variants:
+        for folder in (None, *kernels):
+            with configured(json.loads(name)), kernels_of(folder):
+                title = name if folder is None else f"{name} {folder}"
+                graphs[title] = graph_of(partial(flashtile.attention, *numbers[FP8], **options), repeats)
+    graphs["bf16"] = graph_of(partial(flashtile.attention, *numbers[torch.bfloat16], **options), repeats)
+    for dtype, title in ((FP8, "fa3"), (torch.bfloat16, "fa3 bf16")):
+        if (run := flash_attention_3(given.fa3_library, numbers[dtype], [], causal)) is not None:
+            graphs[title] = graph_of(run, repeats)
+    medians = interleaved(graphs, repeats, given.rounds)
     for name, time in medians.items():
-        found = {"width": width, "rows": rows, "causal": causal, "spread": spread, "variant": name}
+        found = {"width": width, "rows": rows, "causal": causal, "spread": given.spread, "variant": name}
         print(json.dumps(found | {"ms": round(time, 4), "TFLOP/s": round(flops / time / 1e9, 1)}), flush=True)
     return medians[variants[0]]
 
 
-def report_rates(width: int, rounds: int, variant: str) -> None:
+# Calls over caches: sequences, query heads, key heads, rows, keys, keys of a page.
+CACHES = (
+    (64, 32, 8, 1, 8192, 16), (8, 32, 8, 1, 8192, 16), (1, 32, 8, 1, 131072, 16), (8, 32, 8, 1, 32768, 64),
+    (64, 32, 8, 4, 8192, 64), (1, 8, 8, 128, 131072, 64), (1, 8, 8, 1024, 131072, 64), (1, 16, 16, 16384, 16384, 16),
+)  # fmt: skip
+
+
+def report_caches(width: int, rounds: int) -> None:
+    """Print microseconds of causal calls over pages: queries of 8 bits by Hopper's kernel and by the backend that is
+    chosen, and queries in bfloat16 over pages of 8 bits and in bfloat16.
+    """
+    for batch, heads, heads_kv, rows, keys, size in CACHES:
+        pages = batch * keys // size
+        q = torch.randn(batch, heads, rows, width, device="cuda")
+        k, v = (torch.randn(pages, size, heads_kv, width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        numbers = {dtype: [x.to(dtype) for x in (q, k, v)] for dtype in (torch.bfloat16, FP8)}
+        wide, small = numbers[torch.bfloat16], numbers[FP8]
+        scales = {f"{x}_descale": torch.ones(batch, heads_kv, device="cuda") for x in "qkv"}
+        of_keys = {name: x for name, x in scales.items() if name != "q_descale"}
+        table = torch.randperm(pages, device="cuda").view(batch, -1).int()
+        lengths = torch.full((batch,), keys, device="cuda", dtype=torch.int32)
+        options: dict[str, Any] = {"cache_seqlens": lengths, "page_table": table, "causal": True}
+        calls: dict[str, tuple[list[Tensor], dict[str, Any]]] = {
+            "fp8 hopper": (small, scales | {"backend": "hopper"}), "fp8": (small, scales), "bf16": (wide, {}),
+            "bf16, fp8 keys": ([wide[0], *small[1:]], of_keys),
+        }  # fmt: skip
+        flops = 4 * batch * heads * rows * (keys - (rows - 1) / 2) * width
+        repeats = max(1, min(50, int(0.002 / (flops / 6e14 + 4 * batch * heads_kv * keys * width / 4e12))))
+        graphs = {}
+        for name, (tensors, more) in calls.items():
+            run = partial(flashtile.attention_with_kvcache, *tensors, **options, **more)
+            graphs[name] = graph_of(run, repeats)
+        found = {"width": width, "batch": batch, "heads": f"{heads}/{heads_kv}", "rows": rows, "keys": keys}
+        times = {name: round(1000 * x, 1) for name, x in interleaved(graphs, repeats, rounds).items()}
+        print(json.dumps(found | {"page_size": size, "us": times}), flush=True)
+
+
+def report_features(width: int, rounds: int) -> None:
+    """Print microseconds of causal calls that change scores, 4 times 4096 tokens: in 8 bits by Hopper's kernel and by
+    Triton's, and in bfloat16 by the backend that is chosen.
+    """
+    batch, rows, heads = 4, 4096, HEADS[width]
+    wide = [torch.randn(batch, heads, rows, width, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    small = [x.to(FP8) for x in wide]
+    rate = torch.rand(heads, device="cuda")
+    features: dict[str, dict[str, Any]] = {
+        "none": {}, "softcap": {"softcap": 30.0}, "slopes": {"alibi_slopes": rate},
+        "bias": {"bias": torch.randn(1, heads, rows, rows, device="cuda", dtype=torch.bfloat16)},
+        "score_mod": {"score_mod": flashtile.ScoreMod(lambda s, b, h, i, j, rate: s - rate[h] * (i - j), (rate,))},
+    }  # fmt: skip
+    for name, more in features.items():
+        calls = {"fp8 hopper": (small, {"backend": "hopper"}), "fp8 triton": (small, {"backend": "triton"})}
+        graphs = {}
+        for title, (tensors, options) in (calls | {"bf16": (wide, {})}).items():
+            graphs[title] = graph_of(partial(flashtile.attention, *tensors, causal=True, **more, **options), 4)
+        times = {title: round(1000 * x, 1) for title, x in interleaved(graphs, 4, rounds).items()}
+        print(json.dumps({"width": width, "feature": name, "us": times}), flush=True)
+
+
+def report_rates(width: int, given: argparse.Namespace, variant: str) -> None:
     """Print the rates of a width's kernel, as `rates/` has them, that fit its times best."""
     device = describe_device(torch.device("cuda"))
     counted, times = [], []
     for rows, causal in ((16384, False), (16384, True), (4096, False), (4096, True), (1024, False), (1024, True)):
-        times.append(1000 * report_times(width, rows, causal, rounds, [variant]))
+        times.append(1000 * report_times(width, rows, causal, given, [variant], []))
         q = torch.empty(TOKENS // rows, HEADS[width], rows, width, device="cuda").to(FP8)
         problem = Problem.describe(described_call(q, q, q, None, None, {"causal": causal})).bucketed()
         config = next(iter(candidates.forward(problem, device)))[0]
@@ -267,6 +386,10 @@ def main() -> None:
     parser.add_argument("--time", action="append", default=[], help="width,rows,full|causal")
     parser.add_argument("--spread", type=float, default=1.0, help="standard deviation of the scores that are timed")
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--caches", action="append", type=int, default=[], help="width")
+    parser.add_argument("--features", action="append", type=int, default=[], help="width")
+    parser.add_argument("--kernels", action="append", type=Path, default=[], help="folder of other kernel sources")
+    parser.add_argument("--fa3-library", type=Path, help="compiled operators of FlashAttention-3")
     parser.add_argument("--set", action="append", default=[], help="fields of a configuration; timed beside each other")
     parser.add_argument("--rotation", action="append", type=int, default=[], help="width")
     parser.add_argument("--rates", action="append", type=int, default=[], help="width")
@@ -274,14 +397,18 @@ def main() -> None:
     variants = given.set or ["{}"]
     if given.errors:
         with configured(json.loads(variants[0])):
-            report_errors(given.width, given.cases.split(","))
+            report_errors(given.width, given.cases.split(","), given.fa3_library)
     for case in given.time:
         width, rows, form = case.split(",")
-        report_times(int(width), int(rows), form == "causal", given.rounds, variants, given.spread)
+        report_times(int(width), int(rows), form == "causal", given, variants, given.kernels)
     for width in given.rotation:
         report_rotation(width)
+    for width in given.caches:
+        report_caches(width, given.rounds)
+    for width in given.features:
+        report_features(width, given.rounds)
     for width in given.rates:
-        report_rates(width, given.rounds, variants[0])
+        report_rates(width, given, variants[0])
 
 
 if __name__ == "__main__":

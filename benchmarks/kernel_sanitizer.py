@@ -124,6 +124,8 @@ def products_of_eight_bits() -> None:
         q, k, v = (x.to(y) for x, y in zip(tensors, (e4m3, dtype, dtype), strict=True))
         scales = {f"{x}_descale": torch.ones(1, 1, device="cuda") for x in "qkv"}
         flashtile.attention(q, k, v, causal=True, backend=OWN, **scales)
+        bias = torch.randn(1, 2, 150, 300, device="cuda", dtype=torch.bfloat16)
+        flashtile.attention(q, k, v, bias=bias, backend=OWN, **scales)
         if width == 128:
             pages = [x[0].transpose(0, 1).view(torch.uint8)[:288].view(18, 16, 1, width).view(x.dtype) for x in (k, v)]
             table = torch.randperm(18, device="cuda").view(1, 18).int()

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as native
 
+import flashtile
 import flashtile.compat.torch as names
 from flashtile import private_torch
 from flashtile.compat.torch import (
@@ -232,6 +233,26 @@ def test_activated_varlen(calls: list[str]) -> None:
     assert calls[:2] == ["_flash_attention_forward", "_flash_attention_backward"]
     with pytest.raises(NotImplementedError):
         varlen.varlen_attn(*tensors, CU_Q, CU_K, 5, 5, **settings)
+
+
+def test_activated_attention_in_8_bits(calls: list[str]) -> None:
+    """Scales reach the operator alone on a CPU, where PyTorch's function refuses them."""
+    skip_without_registry()
+    if registration.overload_of("_scaled_dot_product_flash_attention.quantized") is None:  # in PyTorch 2.11
+        return
+    experimental = pytest.importorskip("torch.nn.attention.experimental._scaled_dot_product_attention_quantized")
+    q, k, v = (randn(2, h, 9, 16, seed=h).to(torch.float8_e4m3fn) for h in (4, 2, 2))
+    scales: dict[str, Any] = {f"{x}_descale": torch.rand(2, 2) + 0.5 for x in "qkv"}
+    with names.activate():
+        run = functools.partial(experimental._scaled_dot_product_attention_quantized, q, k, v, True, 0.3)
+        out, compiled = run(), torch.compile(run, fullgraph=True, backend="aot_eager")()
+        operator = torch.ops.aten._scaled_dot_product_flash_attention.quantized
+        scaled, lse, *_ = operator(q, k, v, *scales.values(), 0.0, True, scale=0.3)
+    assert calls == ["_scaled_dot_product_flash_attention.quantized"] * 3
+    assert torch.equal(out, flashtile.attention(q, k, v, causal=True, scale=0.3))
+    assert torch.equal(compiled, out)
+    expected = flashtile.attention(q, k, v, causal=True, scale=0.3, return_lse=True, **scales)
+    assert all(torch.equal(x, y) for x, y in zip((scaled, lse), expected, strict=True))
 
 
 def test_an_older_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,7 +207,6 @@ INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "max": np.fmax,
     "ex2": np.exp2,
     "lg2": np.log2,
-    "cvt.rpi.f32.f32": np.ceil,
     "and": np.bitwise_and,
     "xor": np.bitwise_xor,
     "add": np.add,

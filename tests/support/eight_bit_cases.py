@@ -7,15 +7,16 @@ from typing import Any
 import paged_cases
 import torch
 from checking import offsets
+from hopper_score_mods import decay, signed
 from listed_masks import documents
 from torch import Tensor
 
 import flashtile
-from flashtile.testing.case import Case, MaskFunction
+from flashtile.testing.case import Case, MaskFunction, ScoreFunction
 
 FP8 = torch.float8_e4m3fn
 ROUNDING = 2.0**-4  # of p, relative; another one of p's sum
-LOST = 128 * 2.0**-10 / 2.0**3  # of a block: half of the smallest number for each key, of p that is 2 ** 3 at most
+LOST = 128 * 2.0**-10 / 2.0  # of a block: half of the smallest number for each key, of p that is 2 at least
 
 
 def call_of(
@@ -101,14 +102,24 @@ MASKS: dict[str, dict[str, Any]] = {
     "padding": call_of(128, 200, 300, batch=2, mask=PADDING, softcap=5.0),
     "rows": call_of(256, 250, 401, mask=ROWS),
 }
+BIAS = torch.randn(1, 2, 130, 300, generator=torch.Generator().manual_seed(0))
+SIGNED = ScoreFunction(signed, (torch.tensor([0.7, -1.5]),))
+FORMULAS: dict[str, dict[str, Any]] = {
+    "bias, softcap": call_of(128, 130, 300, bias=BIAS.bfloat16(), softcap=4.0, causal=True),
+    "bias of a row": call_of(64, 130, 300, bias=BIAS[:, :1, :1]),
+    "decay, packed": call_of(64, (70, 130), (100, 257), score_mod=ScoreFunction(decay, (torch.tensor([0.1, 0.02]),))),
+    "factors of heads": call_of(64, 70, 200, score_mod=SIGNED),
+    "factors of heads, bias": call_of(256, 130, 300, score_mod=SIGNED, bias=BIAS, causal=True),
+}
 
 
 def mask_case(name: str, device: str) -> Case:
-    """A problem with a mask."""
-    given = {x: y for x, y in on(device, MASKS[name]).items() if x != "return_lse"}
-    if isinstance(given["mask"], MaskFunction):
-        given["mask"] = replace(given["mask"], tensors=tuple(x.to(device) for x in given["mask"].tensors))
-    return Case("attention", given, forward_only=True)
+    """A problem with a mask, a bias or a score_mod."""
+    given = {x: y for x, y in on(device, (MASKS | FORMULAS)[name]).items() if x != "return_lse"}
+    for key in {"mask", "score_mod"} & given.keys():
+        if isinstance(given[key], MaskFunction | ScoreFunction):
+            given[key] = replace(given[key], tensors=tuple(x.to(device) for x in given[key].tensors))
+    return Case("attention_varlen" if "cu_seqlens_q" in given else "attention", given, forward_only=True)
 
 
 def paged_case(name: str, device: str) -> Case:

@@ -54,6 +54,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)  # with different splits of the keys
 LATENT_HEADS = (16, 128)  # query heads of DeepSeek's models
 PAGE_SIZES = (16, 256)
 EIGHT_BITS = (torch.float8_e4m3fn, torch.int8)  # caches
+CHUNK = 1024  # rows of a prompt that servers compute at once
 
 
 class StandardCall(NamedTuple):
@@ -270,7 +271,7 @@ def decoding_eight_bits(dtype: torch.dtype) -> Iterator[StandardCall]:
 
 
 def queries_of_eight_bits() -> Iterator[StandardCall]:
-    """Queries, keys and values of 8 bits: dense, packed, and one row over pages."""
+    """Queries, keys and values of 8 bits: dense, packed, and one row and a chunk of a prompt over pages."""
     numbers = torch.float8_e4m3fn
     for width, heads, causal in itertools.product((64, 128, 256), ((8, 8), (32, 8)), (False, True)):
         q, k, v = dense(heads, LONG, LONG, (width, width), numbers)
@@ -282,7 +283,8 @@ def queries_of_eight_bits() -> Iterator[StandardCall]:
         yield StandardCall("attention_varlen", rows | ends | longest | {"causal": causal} | scales)
         pages = {f"{x}_cache": empty(LONG // 16, 16, heads[1], width, dtype=numbers) for x in "kv"}
         pages |= {"page_table": empty(1, LONG // 16, dtype=torch.int32), "cache_seqlens": empty(1, dtype=torch.int32)}
-        yield StandardCall("attention_with_kvcache", {"q": q[:, :, :1], "causal": causal} | pages | scales)
+        for rows in (1, CHUNK) if causal else (1,):
+            yield StandardCall("attention_with_kvcache", {"q": q[:, :, :rows], "causal": causal} | pages | scales)
 
 
 def decoding_latent(dtype: torch.dtype) -> Iterator[StandardCall]:

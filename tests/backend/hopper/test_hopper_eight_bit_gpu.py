@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from eight_bit_cases import CASES, FP8, MASKS, PAGED, call_of, is_close, mask_case, on, paged_case, run, tail
+from eight_bit_cases import CASES, FORMULAS, FP8, MASKS, PAGED, call_of, is_close, mask_case, on, paged_case, run, tail
 
 from flashtile.backend.hopper import support
 from flashtile.backend.hopper.plan import listed
@@ -42,7 +42,7 @@ def test_split_keys(name: str) -> None:
     assert wrong(replace(case, arguments=case.arguments | {"num_splits": 3})) == []
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", [*MASKS, *FORMULAS])
 def test_masks(name: str) -> None:
     with mock.patch.multiple(listed, LEAST_PAIRS=0, LEAST_MASK_PAIRS=0):
         assert wrong(mask_case(name, "cuda")) == []

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from eight_bit_cases import FP8, IDS, MASKS, mask_case
+from eight_bit_cases import FORMULAS, FP8, IDS, MASKS, mask_case
 from gluon_emulation.backend import FOLDER, copy_with_mistake, emulated, emulated_kernels
 from gluon_emulation.machine import EmulationError
 from listed_masks import documents, far_by_head
@@ -49,6 +49,15 @@ def wrong(name: str, limits: dict[str, Any], folder: Path = FOLDER) -> list[str]
     assert ("pair_bits_kernel" in launched) == (limits == WITH_BITS)
     assert ("visible_blocks_kernel" in launched) == (limits != WITHOUT_LISTS)
     return [str(x) for x in compare(results, case, expected, rounds_to_eight_bits=True) if not x.ok]
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_biases_and_score_mods(name: str) -> None:
+    case = mask_case(name, "cpu")
+    with emulated(3, 0) as launched, poisoned_allocation():
+        results = case.run("hopper")
+    assert launched == ["eight_bit_forward_kernel"]
+    assert [str(x) for x in compare(results, case, solve(case), rounds_to_eight_bits=True) if not x.ok] == []
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -87,4 +96,4 @@ def test_masks_of_heads_and_of_short_calls_are_declined(mask: Any) -> None:
         described_call(rows, rows if mask is None else q, q[:, :, : rows.shape[2]], None, None, keywords)
     )
     reason = support.declines(problem, Device("cuda", "NVIDIA H200", "sm_90", 132))
-    assert reason == "in 8 bits, it supports masks of large dense calls, the same for all heads"
+    assert reason == "in 8 bits, it supports masks of large dense calls, the same for all heads, without a score_mod"

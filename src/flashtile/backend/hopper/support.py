@@ -132,9 +132,9 @@ def declines_eight_bit(problem: Problem) -> str | None:
         return "in 8 bits, it supports scales of heads"
     if p.latent or p.batch_invariant or p.seqused_q or p.leftpad_k:
         return "in 8 bits, it supports neither latent rows, batch_invariant, seqused_q nor leftpad_k"
-    if p.dropout or p.features.bias is not None or p.score_mod is not None or p.window.chunk is not None:
-        return "in 8 bits, it does not support dropout, biases, score_mods and attention_chunk"
-    if (reason := declines_pages(p) or declines_eight_bit_mask(p)) is not None:
+    if p.dropout or p.window.chunk is not None:
+        return "in 8 bits, it does not support dropout and attention_chunk"
+    if (reason := declines_pages(p) or declines_eight_bit_formulas(p)) is not None:
         return reason
     if eight_bit_width(p) is None or any(d % EIGHT_BIT_STEP for d in (p.head_dim, p.head_dim_v)):
         return f"in 8 bits, it supports head dimensions that are multiples of {EIGHT_BIT_STEP} up to 256"
@@ -145,17 +145,18 @@ def declines_eight_bit(problem: Problem) -> str | None:
     return too_long(p)
 
 
-def declines_eight_bit_mask(problem: Problem) -> str | None:
-    """Why the kernel of 8 bits does not take a problem's mask; `None` if it does."""
-    if problem.features.mask is None and problem.mask_mod is None:
-        return None
+def declines_eight_bit_formulas(problem: Problem) -> str | None:
+    """Why the kernel of 8 bits does not take a problem's mask or score_mod; `None` if it does."""
     if (reason := problem.untraced) is not None:
         return reason
-    if isinstance(problem.mask_mod, Formula) and (reason := unsupported_tensor(problem.mask_mod)) is not None:
-        return reason
+    for formula in (problem.score_mod, problem.mask_mod):
+        if isinstance(formula, Formula) and (reason := unsupported_tensor(formula)) is not None:
+            return reason
+    if problem.features.mask is None and problem.mask_mod is None:
+        return None
     masked = Masked.of_problem(problem)
     if masked is None or not masked.has_pair_bits():
-        return "in 8 bits, it supports masks of large dense calls, the same for all heads"
+        return "in 8 bits, it supports masks of large dense calls, the same for all heads, without a score_mod"
     return None
 
 

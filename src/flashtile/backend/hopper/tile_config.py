@@ -200,6 +200,7 @@ class EightBitForward(ForwardConfig):
     kind: Literal["eight_bit"] = "eight_bit"  # type: ignore[assignment]
     skips_steps = False  # type: ignore[assignment]
     page_columns = 2 * PAGE_COLUMNS
+    head_factor = False  # type: ignore[assignment]  # units have the factors of scales
 
     @property
     def value_chunks(self) -> int:

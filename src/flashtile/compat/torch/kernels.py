@@ -64,6 +64,30 @@ def sdpa_cuda_backward(
     return differentiate("attention_backward", grad_out, query, key, value, out, logsumexp, **settings)
 
 
+@torch.no_grad()
+def sdpa_quantized(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """Of `torch.nn.attention.experimental`'s function for float8_e4m3fn. Scales are float32 `[B, Hkv]`, `out` is
+    bfloat16, and `is_causal` is aligned as in `sdpa_cuda`.
+    """
+    if return_debug_mask:
+        refuse("return_debug_mask", True, "False", SDPA)
+    descales: dict[str, Any] = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    out, lse = attention(query, key, value, causal=is_causal, scale=scale, return_lse=True, **descales)
+    return out, infinite_lse(lse), None, None, query.shape[2], key.shape[2], *unused(query)
+
+
 def sdpa_cpu(
     query: Tensor,
     key: Tensor,
@@ -248,6 +272,7 @@ def rows_first(x: Tensor) -> Tensor:
 
 
 FLASH = {
+    "_scaled_dot_product_flash_attention.quantized": sdpa_quantized,
     "_flash_attention_forward": flash_forward,
     "_flash_attention_forward_no_dropout_inplace": flash_forward_into,
     "_flash_attention_backward": flash_backward,

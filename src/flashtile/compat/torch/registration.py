@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.library import Library
 from torch.nn import attention as registry
 
@@ -30,13 +31,21 @@ HAS_REGISTRY = hasattr(registry, "restore_flash_attention_impl")  # from PyTorch
 lasting: dict[tuple[str, str], Library] = {}
 
 
+def overload_of(name: str) -> OpOverload | None:
+    """One of PyTorch's operators, by its name and perhaps `.overload`; `None` in versions without it."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+
+
 def without_dropout(name: str, key: str) -> Callable[..., Any]:
     """A kernel that leaves calls with dropout to PyTorch's own. Backward may run after `restore`, a recomputed forward
     pass too, and neither would repeat a mask of flashtile's.
     """
     theirs = private_torch.registered_kernel(f"aten::{name}", key)
     operator, direction = f"aten.{name}", "backward" if name.endswith("_backward") else "forward"
-    place = [x.name for x in getattr(torch.ops.aten, name).default._schema.arguments].index("dropout_p")
+    overload = overload_of(name)
+    assert overload is not None  # others are not registered
+    place = [x.name for x in overload._schema.arguments].index("dropout_p")
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if len(args) <= place or args[place] == 0:  # the dispatcher omits defaults
@@ -67,7 +76,7 @@ class Kernels:
                 for key, operators in kernels.OPERATORS.items():
                     self.libraries.append(Library("aten", "IMPL", key))
                     for name in operators:
-                        if hasattr(torch.ops.aten, name):  # older versions have fewer
+                        if overload_of(name) is not None:  # older versions have fewer
                             self.register(name, key)
         except BaseException:
             self.remove()

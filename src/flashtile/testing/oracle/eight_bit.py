@@ -88,7 +88,7 @@ def scales_of_rows(given: dict[str, Any], name: str, sequence: int, rows: Tensor
 
 # What GPUs lose with queries of 8 bits, beside what the contract allows of every dtype.
 WEIGHT = 2.0**-4  # the error of a weight that is rounded to 8 bits, relative to itself
-LEAST_WEIGHT = 2.0**-13  # the error of a small weight, relative to its block's largest
+LEAST_WEIGHT = 2.0**-11  # the error of a small weight, relative to its block's largest
 LEAST_BLOCK = 2.0**-70  # the same, relative to the sum of a row's weights: what float32 cannot hold beside it
 SUM = 2.0**-13  # the last bit of a matrix unit's sum
 BLOCK = 128  # keys of a sum in a matrix unit, and of weights that are rounded relative to the largest one

@@ -1,12 +1,14 @@
 """The launch of forward for queries, keys and values of 8 bits."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from ....call import eight_bit
 from ....call.call import Call, Tensors, lse_shape, new_rows
 from ...gpu.kernel import Kernel
-from ...gpu.pairs import pair_pointers, pair_scalars, with_contiguous_keys
+from ...gpu.pairs import pair_pointers, pair_scalars, row_align, with_contiguous_keys
 from ...gpu.replay import Recorder
 from ...replays import Results
 from ..tile_config import ALIGN, EightBitForward
@@ -50,13 +52,10 @@ def launch_tiles(recorder: Recorder, config: EightBitForward, call: Call, result
     scales, strides = descales(call)
     pointers = tile_pointers(recorder, call, config, results, config.value_columns)
     programs, scalars = launch_scalars(call, config)
-    pairs = pair_scalars(t, 1)
-    scalars |= {
-        **strides,
-        **page_scalars(t),
-        **of_lists,
-        **{name: x for name, x in pairs.items() if name != "pair_align"},
-    }
+    pairs = {**pair_scalars(t, row_align(t))}
+    if (align := pairs.pop("pair_align")) > 1:
+        scalars["CONFIG"] = replace(scalars["CONFIG"], pair_align=align)
+    scalars |= {**strides, **page_scalars(t), **of_lists, **pairs}
     pointers |= {**scales, **lists, **pair_pointers(t)}
     launch_with_formulas(recorder, call, FORWARD, pointers, programs, scalars)
 

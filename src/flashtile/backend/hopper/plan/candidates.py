@@ -43,7 +43,11 @@ def forward(problem: Problem, device: Device) -> Iterator[tuple[ForwardConfig | 
         yield from ((replace(config, heads_at_once=heads), 1) for heads in forward_orders(problem))
         return
     if problem.dtype is QUERIES:
-        configs: tuple[ForwardConfig, ...] = (EIGHT_BIT[eight_bit_width(problem) or 0],)
+        of_bytes = EIGHT_BIT[eight_bit_width(problem) or 0]
+        if problem.features.bias is not None:  # in registers beside scores: a thread would spill 700 to 1900 bytes
+            two = {"num_warpgroups": 2, "consumer_registers": 216}
+            of_bytes = replace(of_bytes, **two) if of_bytes.num_warpgroups > 2 else replace(of_bytes, block_n=64)
+        configs: tuple[ForwardConfig, ...] = (of_bytes,)
     else:
         warpgroups, configs = warpgroups_with_room(problem, device, width), FORWARD[width]
         if problem.batch_invariant:  # blocks of one size: neither the rows of a tile nor its turn change a bit
@@ -158,9 +162,7 @@ def tangents(problem: Problem) -> Iterator[TangentsConfig]:
     """The kernels of forward mode of a problem, behind its forward pass."""
     width = widths(problem)
     assert width is not None  # `support` declines others
-    for config in TANGENTS[width]:
-        for heads in forward_orders(problem):
-            yield replace(config, heads_at_once=heads)
+    yield from (replace(config, heads_at_once=n) for config in TANGENTS[width] for n in forward_orders(problem))
 
 
 def backward(problem: Problem, device: Device) -> Iterator[FusedBackwardConfig | SplitBackwardConfig]:
@@ -226,8 +228,8 @@ def in_turns(config: FusedBackwardConfig, problem: Problem, device: Device) -> I
     if config.in_order:
         waiting = m_blocks * problem.num_heads_q * batch
         config = replace(config, dq_parts=max(1, min(MAX_DQ_PARTS, -(-programs // waiting))))
-    for n in backward_orders(problem, config, device, heads, group * rows * config.bytes_per_row):
-        yield replace(config, heads_at_once=n)
+    orders = backward_orders(problem, config, device, heads, group * rows * config.bytes_per_row)
+    yield from (replace(config, heads_at_once=n) for n in orders)
 
 
 def backward_orders(
@@ -253,11 +255,9 @@ def shared_heads(config: Any, problem: Problem, device: Device) -> Iterator[Any]
     for n in parts:
         split = replace(config, head_splits=n)
         if isinstance(split, DkdvConfig):
-            heads = batch * problem.num_heads_kv * n
             bytes_per_head = group // n * rows * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-            orders = backward_orders(problem, split, device, heads, bytes_per_head)
-            for order in orders:
-                yield replace(split, heads_at_once=order)
+            orders = backward_orders(problem, split, device, batch * problem.num_heads_kv * n, bytes_per_head)
+            yield from (replace(split, heads_at_once=order) for order in orders)
         else:
             yield split
 

@@ -13,7 +13,8 @@ from triton.experimental.gluon import language as gl
 from ..shared import softmax, softmax_ptx
 from ..shared.column_masks import expand_per_thread, from_thread_view, thread_view
 
-LEAST, OFFSET, MOST, RANGE = 3.0, 7.0, 8.75, 64.0  # in base-2 logarithms; 2 ** 8.75 is 431
+LEAST, OFFSET, MOST, RANGE = 1.0, 7.0, 8.75, 64.0  # in base-2 logarithms; 2 ** 8.75 is 431
+WHOLE = 12582912.0  # 1.5 * 2 ** 23: added and taken away, it rounds to whole numbers without the units of exponentials
 
 
 def is_outside(row_base: str, largest: str, *others: str) -> str:
@@ -30,8 +31,9 @@ def move(new: str, alpha: str, old: str, largest: str, l: str) -> str:  # noqa: 
 shfl.sync.bfly.b32 other, {largest}, 1, 31, 0xffffffff; max.f32 top, {largest}, other;
 shfl.sync.bfly.b32 other, top, 2, 31, 0xffffffff; max.f32 top, top, other;
 {is_outside(old, "top")}
-mul.f32 top, top, $10; cvt.rpi.f32.f32 top, top; sub.f32 top, top, {OFFSET};
-lg2.approx.ftz.f32 other, {l}; add.f32 other, other, {old}; cvt.rpi.f32.f32 other, other; sub.f32 other, other, {RANGE};
+fma.rn.f32 top, top, $10, {WHOLE}; sub.f32 top, top, {WHOLE}; sub.f32 top, top, {OFFSET};
+lg2.approx.ftz.f32 other, {l}; add.f32 other, other, {old}; add.f32 other, other, {WHOLE};
+sub.f32 other, other, {WHOLE}; sub.f32 other, other, {RANGE};
 max.f32 top, top, other; max.f32 top, top, 0fFF7FFFFF; min.f32 top, top, 0f7F7FFFFF; selp.f32 {new}, top, {old}, p;
 sub.f32 other, {old}, {new}; ex2.approx.ftz.f32 {alpha}, other;
 """
