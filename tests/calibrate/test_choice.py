@@ -21,7 +21,7 @@ MEASURED = {
 }
 LEAST = {"h100": 500, "h200": 350, "sm80": 250}  # calls
 MOST_STALE = 0.2  # of the rows
-MEAN = {"h100": 0.01, "h200": 0.013, "sm80": 0.0125}  # of the best time
+MEAN = {"h100": 0.008, "h200": 0.0115, "sm80": 0.0115}  # of the best time
 FAR = 0.08  # of the best time
 MOST_FAR = {"h100": 0.04, "h200": 0.05, "sm80": 0.05}  # of the calls
 ALONE = 0.4  # of the best time, of any call

@@ -40,7 +40,7 @@ def fit(costs: Sequence[Cost], microseconds: Sequence[float], bandwidth: float =
     prior = expected(names)
     rates, errors = np.array([START.get(name, 0.0) for name in names]), np.zeros(len(costs))
     shares, weights = {name: np.zeros(len(costs)) for name in limits}, np.ones(len(costs))
-    share = np.ones(len(costs))
+    share, overlap = np.ones(len(costs)), np.array([float(OVERLAP[cost.overlap]) for cost in costs])
     for n in range(ROUNDS):
         matrix = outside + inside * share[:, None]
         for name, amounts in limits.items():
@@ -52,10 +52,10 @@ def fit(costs: Sequence[Cost], microseconds: Sequence[float], bandwidth: float =
                 rates[column[name]] = max(min(rates[column[name]], first * BOUND), least[name])
         work = inside @ rates
         waits = {name: amounts * rates[column[name]] for name, amounts in limits.items()}
-        total = (work**OVERLAP + sum(x**OVERLAP for x in waits.values())) ** (1 / OVERLAP) + 1e-9
+        total = (work**overlap + sum(x**overlap for x in waits.values())) ** (1 / overlap) + 1e-9
         # A sum of powers is homogeneous: the sum of its parts times their derivatives.
-        share = (work / total) ** (OVERLAP - 1)
-        shares = {name: (x / total) ** (OVERLAP - 1) for name, x in waits.items()}
+        share = (work / total) ** (overlap - 1)
+        shares = {name: (x / total) ** (overlap - 1) for name, x in waits.items()}
         errors = (outside @ rates + total) / times - 1
         if n >= ALIKE:
             weights = 1 / np.sqrt(1 + (errors / OUTLIER) ** 2)

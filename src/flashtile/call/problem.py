@@ -83,7 +83,7 @@ class Problem:
     eight_bit: EightBit | None = None  # keys and values of 8 bits, and perhaps queries
     out_dtype: torch.dtype | None = None  # the result's, of queries of 8 bits
     latent: bool = False  # v is the first columns of k
-    packed: bool = False  # and queries are packed, over keys in pages
+    packed: bool = False  # queries are packed, over keys in pages
     batch_invariant: bool = False  # a plan depends neither on the batch nor on lengths
     fine: Counts | None = None  # counts of a bucket: rounded less than the others
 
@@ -140,7 +140,7 @@ class Problem:
             eight_bit=eight_bit.describe(t.q, t.k, *descales) if t.k.dtype.itemsize == 1 else None,
             out_dtype=call.out_dtype if t.q.dtype is eight_bit.QUERIES else None,
             latent=s.v_dim is not None,
-            packed=s.v_dim is not None and layout == "paged" and t.cu_seqlens_q is not None,
+            packed=layout == "paged" and t.cu_seqlens_q is not None,
             batch_invariant=s.batch_invariant,
         )
 

@@ -22,7 +22,8 @@ from flashtile.backend.gpu.rates import Rates
 from flashtile.call.call import Needs
 from flashtile.call.device import Device, meta_tensors_on
 from flashtile.call.plan import Candidate, Plan
-from flashtile.call.problem import Problem
+from flashtile.call.problem import Pages, Problem
+from flashtile.call.window import UNLIMITED
 from flashtile.dispatch import planner
 from flashtile.dispatch.launches import launches_of
 from flashtile.dispatch.planner import SUPPORT
@@ -197,3 +198,13 @@ def test_long_masks_take_kernels_that_visit_what_they_show(seqlen: int, backend:
         )
     assert found is not None
     assert found.backend == backend
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_plans_have_splits_where_launches_have(packed: bool) -> None:
+    """Hopper's launches do not split the keys of packed queries, in pages neither."""
+    dense = replace(random_problem(0), dtype=torch.bfloat16, window=UNLIMITED, batch=1, num_heads_q=2, num_heads_kv=2)
+    dense = replace(dense, seqlen_q=256, seqlen_k=8192, head_dim=128, head_dim_v=128, deterministic=False)
+    pages = replace(dense, layout="paged", pages=Pages(64, True, True), packed=packed)
+    ways = planner.candidates_of("hopper", pages.bucketed(), H100, None)
+    assert (max(way.num_splits for way in ways) > 1) != packed

@@ -6,13 +6,12 @@ SHARED_MEMORY = {  # KiB that one program may take
     "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_103": 227, "sm_120": 99,
     "sm_121": 99, "gfx942": 64, "gfx950": 160,
 }  # fmt: skip
-MIN_SHARED_MEMORY = 64
 MMA_SYNC = {"sm_80", "sm_86", "sm_87", "sm_89", "sm_120", "sm_121"}  # matrix units take operands from registers
 
 
 def memory_of(device: Device) -> int:
     """KiB of shared memory that one program may take."""
-    return SHARED_MEMORY.get(device.arch, MIN_SHARED_MEMORY)
+    return SHARED_MEMORY.get(device.arch, min(SHARED_MEMORY.values()))
 
 
 def unlike(one: str, other: str) -> int:

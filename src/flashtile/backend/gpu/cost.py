@@ -10,7 +10,9 @@ from .waves import Head, Tile, Work
 
 BLOCK = 128 * 128  # pairs for which a feature's time is counted
 OUTSIDE = ("launch", "merge", "sum", "products")  # how the names begin of what does not overlap with the rest
-OVERLAP = 4  # exponent of a sum that is little more than its largest part
+# Exponents of sums of work and of what it waits for: the larger, the more of them overlaps. Warpgroups that load all
+# the time hide nearly all, a core's programs, each of which loads and then multiplies, the least.
+OVERLAP = {"warpgroups": 6, "few rows": 4, "gradients": 3, "programs": 2}
 NEARLY = 1.04  # times the least time
 SHOWN_KEYS = 2048  # keys of a row that a mask function is expected to show, as in packed documents
 L2_BYTES = 24 * 2**20  # part of the L2 cache for what is read again
@@ -31,11 +33,12 @@ class Counts(defaultdict[str, float]):
 
 class Cost(NamedTuple):
     """What a pass does: `counts` of what has a rate, by its name, beside which cores wait for what has `limits`, such
-    as bytes of memory.
+    as bytes of memory; `overlap` says whose loads overlap with its work.
     """
 
     counts: Counts
     limits: Mapping[str, float]
+    overlap: str = "programs"
 
     def time(self, rates: Mapping[str, float]) -> float:
         """Microseconds. Launches and sums take their time besides, while other work overlaps with what it waits for."""
@@ -45,8 +48,8 @@ class Cost(NamedTuple):
                 outside += n * rates[name]
             else:
                 inside += n * rates[name]
-        waits = (n * rates[name] for name, n in self.limits.items())
-        return outside + sum(x**OVERLAP for x in (inside, *waits)) ** (1 / OVERLAP)
+        waits, exponent = (n * rates[name] for name, n in self.limits.items()), OVERLAP[self.overlap]
+        return outside + sum(x**exponent for x in (inside, *waits)) ** (1 / exponent)
 
 
 def ranked(ways: Iterable[tuple[Any, int, Cost]], rates: Mapping[str, float]) -> list[Candidate]:

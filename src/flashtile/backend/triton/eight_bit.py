@@ -22,4 +22,4 @@ def problem_of_kernels(problem: Problem) -> Problem:
     if p.layout == "paged":
         return p
     pages = Pages(p.seqlen_k, False, True) if p.layout == "dense" else Pages(1, p.seqlen_k > 1, True)
-    return replace(p, layout="paged", pages=pages, packed=p.latent and p.layout == "varlen")
+    return replace(p, layout="paged", pages=pages, packed=p.layout == "varlen")

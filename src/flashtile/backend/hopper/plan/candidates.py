@@ -79,7 +79,8 @@ def divided(config: ForwardConfig, problem: Problem, device: Device) -> Iterator
     """The configuration with its splits of keys: of all tiles where few, of those after whole waves, or none."""
     yield config, 1
     batch, rows, keys = problem.counts
-    if problem.layout == "varlen" or problem.batch_invariant or (config.kind == "eight_bit" and is_masked(problem)):
+    packed = problem.layout == "varlen" or problem.packed  # whose keys no launch splits
+    if packed or problem.batch_invariant or (config.kind == "eight_bit" and is_masked(problem)):
         return
     heads = batch * problem.num_heads_q
     blocks = -(-rows // config.block_m)

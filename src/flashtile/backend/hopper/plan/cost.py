@@ -2,7 +2,7 @@
 
 from ....call.call import Needs
 from ....call.device import Device
-from ....call.problem import Problem
+from ....call.problem import FEW_ROWS, Problem
 from ....call.window import UNLIMITED
 from ...gpu import waves
 from ...gpu.cost import Cost, Counts, add_work, memory, missed, of_group, rows_bytes, shared, shown
@@ -11,7 +11,9 @@ from ..backward_config import DkdvConfig, DqConfig, FusedBackwardConfig, SplitBa
 from ..tile_config import MMA_M, Float32Forward, ForwardConfig, LatentForward, TangentsConfig
 from .listed import expects_lists
 
-RowsConfig = ForwardConfig | Float32Forward | LatentForward | DqConfig | TangentsConfig
+OneKernel = (
+    ForwardConfig | Float32Forward | LatentForward | DqConfig | TangentsConfig | FusedBackwardConfig | DkdvConfig
+)
 IDLE = 0.5  # part of a step, besides the share of warpgroups that have rows
 
 
@@ -29,7 +31,7 @@ def forward(
         counts["launch split"] = 1
         work = busiest(head, heads, device.cores, at_once=config.heads_at_once * group)
         add(counts, "float32 forward", config, work, p)
-        return Cost(counts, memory(4 * rows_bytes(p), p))
+        return Cost(counts, memory(4 * rows_bytes(p), p), "warpgroups")
     if splits > 1:
         head = shared(head, splits)
         counts["merge"] += 1
@@ -49,11 +51,11 @@ def forward(
     add(counts, "eight_bit" if config.kind == "eight_bit" else "forward", config, work, p)
     key_bytes = (p.head_dim + p.head_dim_v) * p.dtype.itemsize
     again = head.total.steps * heads * config.block_n * key_bytes * missed(config.heads_at_once * keys * key_bytes)
-    requests = work.tiles * config.block_m * row_requests(p.head_dim * p.dtype.itemsize)
-    requests += (
-        work.steps * config.block_n * sum(row_requests(d * p.dtype.itemsize) for d in (p.head_dim, p.head_dim_v))
-    )
-    return Cost(counts, {**memory(rows_bytes(p) + again, p), "hopper request": requests})
+    of_key, of_value = (row_requests(d * p.dtype.itemsize) for d in (p.head_dim, p.head_dim_v))
+    requests = work.tiles * config.block_m * of_key + work.steps * config.block_n * (of_key + of_value)
+    limits = {**memory(rows_bytes(p) + again, p), "hopper request": requests}
+    hidden = config.programs_per_core == 1 and rows > FEW_ROWS
+    return Cost(counts, limits, "warpgroups" if hidden else "programs")
 
 
 def latent(problem: Problem, device: Device, config: LatentForward, splits: int) -> Cost:
@@ -69,7 +71,7 @@ def latent(problem: Problem, device: Device, config: LatentForward, splits: int)
     kind = "" if p.eight_bit is None else {"int8": " int8", "packed": " packed"}.get(p.eight_bit.format, " bytes")
     add(counts, f"latent{kind}", config, work, p)
     requests = work.steps * config.block_n * row_requests(p.head_dim * (1 if kind else p.dtype.itemsize))
-    return Cost(counts, {**memory(rows_bytes(p), p), "hopper request": requests})
+    return Cost(counts, {**memory(rows_bytes(p), p), "hopper request": requests}, "few rows")
 
 
 def tangents(problem: Problem, device: Device, forward: Cost, config: TangentsConfig, moves: Needs) -> Cost:
@@ -87,7 +89,7 @@ def tangents(problem: Problem, device: Device, forward: Cost, config: TangentsCo
             counts[name] += n
     counts["sum byte"] += 8 * batch * p.num_heads_q * rows * p.head_dim_v  # `out` in float32, there and back
     more = memory(2 * rows_bytes(p), p)
-    return Cost(counts, {name: n + more.get(name, 0) for name, n in forward.limits.items()})
+    return Cost(counts, {name: n + more.get(name, 0) for name, n in forward.limits.items()}, "warpgroups")
 
 
 def row_requests(size: int) -> float:
@@ -99,29 +101,19 @@ def row_requests(size: int) -> float:
     return 1.25 * -(-size // 128) if size % 128 else 0.5 * size / 128
 
 
-def add(
-    counts: Counts,
-    kernel: str,
-    config: RowsConfig | FusedBackwardConfig | DkdvConfig,
-    work: Work,
-    problem: Problem,
-) -> None:
+def add(counts: Counts, kernel: str, config: OneKernel, work: Work, problem: Problem) -> None:
     """Add the work of a kernel's busiest core."""
     add_work(counts, f"hopper {kernel}", f"hopper {kernel} {name_of(config)}", work, config, problem)
 
 
-def name_of(config: RowsConfig | FusedBackwardConfig | DkdvConfig) -> str:
+def name_of(config: OneKernel) -> str:
     """The name of a kernel's rates: widths, tile and variant."""
-    width = config.head_dim.width
-    narrower = getattr(config, "head_dim_v", config.head_dim).width
+    width, narrower = config.head_dim.width, getattr(config, "head_dim_v", config.head_dim).width
     widths = f"{width}" if narrower == width else f"{width}/{narrower}"
-    variant = " late" * (getattr(config, "late_dq", None) is not None) + " in order" * getattr(
-        config, "in_order", False
-    )
-    registers = " registers" * (
-        getattr(config, "dout_in_registers", False) or getattr(config, "keys_in_registers", False)
-    )
-    return f"{widths} {config.block_m}x{config.block_n}{variant}{registers}"
+    variants = {"late_dq": " late", "in_order": " in order", "dout_in_registers": " registers"}
+    variants["keys_in_registers"] = " registers"
+    words = "".join(word for name, word in variants.items() if getattr(config, name, False))
+    return f"{widths} {config.block_m}x{config.block_n}{words}"
 
 
 def backward(problem: Problem, device: Device, config: FusedBackwardConfig | SplitBackwardConfig) -> Cost:
@@ -134,9 +126,8 @@ def fused(problem: Problem, device: Device, config: FusedBackwardConfig) -> Cost
     group = p.num_heads_q // p.num_heads_kv // config.head_splits
     head = waves.key_tiles(p.window, rows, keys, config.block_m, config.block_n)
     one_tile = head.count == 1 and head.sample[0].steps * config.block_m >= rows
-    row_numbers, key_numbers = (
-        batch * n * config.head_dim.width for n in (p.num_heads_q * rows, p.num_heads_kv * keys)
-    )
+    width = batch * config.head_dim.width
+    row_numbers, key_numbers = width * p.num_heads_q * rows, width * p.num_heads_kv * keys
     counts = Counts(launch_backward=1, sum_byte=4 * row_numbers)
     if not one_tile:
         counts["launch"] += 1
@@ -160,7 +151,7 @@ def fused(problem: Problem, device: Device, config: FusedBackwardConfig) -> Cost
         work = work._replace(steps=work.steps * (1 - IDLE / 2 / head.count))
     add(counts, "backward", config, work, p)
     requests = work.steps * config.block_m * 2 * row_requests(p.head_dim * p.dtype.itemsize)
-    return Cost(counts, {**memory(3 * rows_bytes(p) + again, p), "hopper request": requests})
+    return Cost(counts, {**memory(3 * rows_bytes(p) + again, p), "hopper request": requests}, "gradients")
 
 
 def split(problem: Problem, device: Device, config: SplitBackwardConfig) -> Cost:
@@ -184,4 +175,4 @@ def split(problem: Problem, device: Device, config: SplitBackwardConfig) -> Cost
     if dkdv.head_splits > 1:
         counts["launch sums"] += 1
         counts["sum byte"] += batch * p.num_heads_kv * keys * (p.head_dim + p.head_dim_v) * (8 * dkdv.head_splits + 2)
-    return Cost(counts, memory(3 * rows_bytes(p), p))
+    return Cost(counts, memory(3 * rows_bytes(p), p), "gradients")

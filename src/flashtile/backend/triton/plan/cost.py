@@ -4,7 +4,7 @@ import torch
 
 from ....call.call import Needs
 from ....call.device import Device
-from ....call.problem import Problem, power_of_two
+from ....call.problem import FEW_ROWS, Problem, power_of_two
 from ...gpu import waves
 from ...gpu.block_lists import LEAST_PAIRS
 from ...gpu.chips import memory_of
@@ -124,7 +124,7 @@ def forward(problem: Problem, device: Device, config: TileConfig, splits: int = 
     if splits > 1:
         add_merge(counts, splits, batch * p.num_heads_q * rows * p.head_dim_v, rounds_of_merge(p, tile, pack, splits))
     add(counts, "forward", p, device, tile, shared(head, splits), heads)
-    return Cost(counts, memory(rows_bytes(p), p))
+    return Cost(counts, memory(rows_bytes(p), p), "few rows" if tile.block_m <= FEW_ROWS else "programs")
 
 
 def add_merge(counts: Counts, splits: int, numbers: float, rounds: int) -> None:
@@ -224,7 +224,6 @@ def fused(problem: Problem, device: Device, config: FusedConfig) -> Cost:
         counts["merge triton"] += 1
         summed = rows if config.walk == "keys" else 2 * keys
         counts["merge triton byte"] += config.splits * batch * p.num_heads_q * summed * p.head_dim * 8
-        counts["merge walk"] += config.splits * summed * p.head_dim / 1000  # by the last program of each head
     add(counts, f"fused {config.walk or 'whole'}", p, device, tile, head, batch * p.num_heads_q)
     return Cost(counts, memory(2 * rows_bytes(p), p))
 

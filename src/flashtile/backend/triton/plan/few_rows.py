@@ -86,6 +86,8 @@ def ways(tiles: TileConfig, width: int, problem: Problem, device: Device) -> Ite
     for tile in dict.fromkeys(found):
         chosen = tiles._replace(forward=tile, pack_gqa=group_of(p), given_splits=None if tile == base else base)
         filling = {*splits(p, device, tile), *splits(p, device, tile, device.cores)}
+        if device.cores <= tiles_of(p, tile) <= device.cores * programs_of_core(p, device, tile):
+            filling = set()  # every core loads, and no tile waits: splits gain nothing
         if max(filling, default=1) > MERGED_AT_ONCE:  # fewer programs may be worth it for the merge
             filling.add(MERGED_AT_ONCE)
         yield from ((chosen, n) for n in sorted({1, *filling}))
@@ -98,9 +100,14 @@ def splits(
     unless they are given.
     """
     p = problem
-    programs = max(1, -(-packed_rows(p) // tile.block_m) * p.num_heads_q // group_of(p) * p.batch)
     slots = slots or device.cores * programs_of_core(p, device, tile)
-    return splits_that_fill(tables.SPLITS, programs, slots, most or -(-p.seqlen_k // tile.block_n))
+    return splits_that_fill(tables.SPLITS, tiles_of(p, tile), slots, most or -(-p.seqlen_k // tile.block_n))
+
+
+def tiles_of(problem: Problem, tile: KernelConfig) -> int:
+    """Tiles of all groups; at least one."""
+    p = problem
+    return max(1, -(-packed_rows(p) // tile.block_m) * p.num_heads_q // group_of(p) * p.batch)
 
 
 def batch_invariant(
