@@ -96,6 +96,7 @@ def test_kept_lists_on_another_stream_and_in_a_graph() -> None:
     with torch.cuda.stream(stream):
         found.append(gradients(mask, inputs))
     torch.cuda.synchronize()
+    inputs = [x.detach().requires_grad_() for x in inputs]  # autograd gives others their first call's stream
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found.append(gradients(mask, inputs))
