@@ -15,7 +15,7 @@ FILES = (
     "backend/cpu_cost.py", "backend/cpu/rates.py", "backend/hopper/tile_config.py", "backend/hopper/backward_config.py",
     "backend/triton/tile_config.py", "backend/triton/score_blocks.py", "call/plan.py", "dispatch/planner.py",
 )  # fmt: skip
-MOST_FILES, MOST_LINES, MOST_NAMES = 25, 3371, 137
+MOST_FILES, MOST_LINES, MOST_NAMES = 25, 3373, 137
 SLACK = 40  # lines: with fewer than that, `MOST_LINES` is to be lowered
 
 

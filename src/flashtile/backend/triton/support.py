@@ -22,7 +22,7 @@ from .words import reads_words
 
 SUMMARY = "Triton kernels: any GPU that Triton serves, every feature"
 MAX_SEQUENCES = 2**16  # packed; each program searches all of them
-LEAST_KEYS = 16  # of a tile in a second derivative
+LEAST_KEYS = 16  # a tile in a second derivative has so many
 
 
 def interpreted() -> bool:
