@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.library import Library
 from torch.nn import attention as registry
 
@@ -31,7 +30,7 @@ HAS_REGISTRY = hasattr(registry, "restore_flash_attention_impl")  # from PyTorch
 lasting: dict[tuple[str, str], Library] = {}
 
 
-def overload_of(name: str) -> OpOverload | None:
+def overload_of(name: str) -> Any:
     """One of PyTorch's operators, by its name and perhaps `.overload`; `None` in versions without it."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
