@@ -26,7 +26,6 @@ FORWARD, FORWARD_MMA = (Kernel(f"{KERNELS}.{name}", "forward_kernel") for name i
 DECODE = Kernel(f"{KERNELS}.decode", "decode_kernel")
 LATENT = Kernel(f"{KERNELS}.latent", "latent_kernel")
 WIDE_MMA = Kernel(f"{KERNELS}.mma.wide_forward", "wide_forward_kernel")
-MMA_KERNELS = {False: FORWARD_MMA, True: WIDE_MMA}
 ALIGNED_FROM = 64  # rows and keys above which copying a bias with unaligned rows pays
 
 
@@ -57,7 +56,7 @@ def launch_attention(recorder: Recorder, plan: Plan, call: Call, *, in_order: bo
         config = plan.tile.given_splits
     kernel = DECODE if part_keys else LATENT if args.reads_words(call) else FORWARD
     if config.mma:
-        kernel = MMA_KERNELS[max(q.shape[-1], v.shape[-1]) > MOST_MMA]
+        kernel = WIDE_MMA if max(q.shape[-1], v.shape[-1]) > MOST_MMA else FORWARD_MMA
     splits = splits_of(call, plan.num_splits, config.block_n)
     align, key_align = args.alignment([q, k, v, out]), None
     if k.dtype.itemsize == 1:
