@@ -78,8 +78,8 @@ def sdpa_quantized(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """Of `torch.nn.attention.experimental`'s function for float8_e4m3fn. Scales are float32 `[B, Hkv]`, `out` is
-    bfloat16, and `is_causal` is aligned as in `sdpa_cuda`.
+    """The kernel of `torch.nn.attention.experimental`'s function for float8_e4m3fn. Scales are float32
+    `[B, Hkv]`, `out` is bfloat16, and `is_causal` is aligned as in `sdpa_cuda`.
     """
     if return_debug_mask:
         refuse("return_debug_mask", True, "False", SDPA)
